@@ -157,7 +157,8 @@ def write_megatron(
     with atomic_directory(directory) as staging_dir, ProgressBar("writing for Megatron-LM", tp * pp, "ranks") as bar:
         for tp_rank in range(tp):
             box_of = box_for_rank({"tp": tp, "etp": tp}, {"tp": tp_rank, "etp": tp_rank})
-            mappings = build_mappings(names, specs, model.num_kv_groups // tp, range(model.num_layers), box_of=box_of)
+            groups = {"groups": model.num_kv_groups // tp}
+            mappings = build_mappings(names, specs, groups, range(model.num_layers), box_of=box_of)
             for pp_rank, stage_mappings in enumerate(_split_into_stages(mappings, layers_per_stage)):
                 # OrderedDict[str, Tensor]() would pickle its type arguments, which readers refuse
                 weights: OrderedDict[str, Tensor] = OrderedDict()

@@ -29,6 +29,8 @@ class TensorRule:
             "columns": the same, transposed ([in, out] instead of [out, in]);
             "groups": the rows of q, kv[0] and kv[1] by key/value group, [G, H/G + 2, K]: the queries of a group, its
             key, and its value;
+            "heads", "key heads": the same by attention head, and by key head of a gated delta net;
+            "filters": a filter for each channel, [rows, 1, W];
             "experts": a matrix for each expert, [E, rows, in];
             "reversed": the same, transposed, with gate and up interleaved: [E, in, rows], [E, F 2];
             "row": a vector as a matrix of one row.
@@ -89,6 +91,7 @@ class TensorNames:
         alternatives: Rules that replace those for the same parameters if a file has their names.
         prefix: The prefix of the names, which some files omit.
         ignored: Suffixes of the names of tensors that are not weights, such as computed tables.
+        ignored_prefixes: Prefixes of the names of tensors that transformers does not read either.
         external_layer: Returns the number {n} in the external name, of a parameter of layer n: (parameter, n) -> {n}.
     """
 
@@ -97,6 +100,7 @@ class TensorNames:
     alternatives: tuple[TensorRule, ...] = ()
     prefix: str = ""
     ignored: tuple[str, ...] = ()
+    ignored_prefixes: tuple[str, ...] = ()
     external_layer: Callable[[str, int], int] = same_layer
 
 
@@ -130,6 +134,8 @@ class ModelFamily(TensorNames):
         query_scale_beta: Queries at position i are multiplied by 1 + this * log(1 + floor(i / n)), where YaRN extends a
             context of n tokens. megalite does not do that, so that only the first n positions can be used. 0: they are
             not multiplied.
+        recurrent_mixer: The mixer of the layers that layer_types names linear_attention, or without it all but every
+            full_attention_interval-th; "": there are none.
         even_heads: hidden_size must be a multiple of the number of heads.
         zero_centered_norms: Norm weights are stored as their difference from 1.
         scaled_embedding: The word embedding is multiplied by the square root of hidden_size.
@@ -150,6 +156,7 @@ class ModelFamily(TensorNames):
     sparse_layers: Literal["", "by step", "after the first", "by layer"] = ""
     group_score_topk: int = 0
     query_scale_beta: float = 0.0
+    recurrent_mixer: str = ""
     even_heads: bool = False
     zero_centered_norms: bool = False
     scaled_embedding: bool = False

@@ -63,6 +63,8 @@ COPY_REMEDY = (
     "depths of multi-token prediction share the model's embedding and head: set num_nextn_predict_layers to 0 in "
     "config.json to leave them out"
 )
+# forms whose rows are in groups that each have rows of all parameters
+GROUPED_FORMS = ("groups", "heads", "key heads")
 # Limits of the number of layers, and of experts in all layers. More means a damaged file, whose check would take long.
 MAX_LAYERS, MAX_EXPERTS = 10_000, 300_000
 
@@ -75,7 +77,7 @@ class TensorMapping:
         external_name: Its name.
         parts: The rectangles in order.
         form: The layout of the rectangles in the tensor (see TensorRule).
-        groups: The number of key/value groups, for the form "groups".
+        groups: The number of groups of rows, for the forms in GROUPED_FORMS.
         is_duplicate: It repeats another external tensor (a head tied to the embedding), and files may omit it.
         is_written: An export writes it. False for the head of a tied embedding.
     """
@@ -100,6 +102,8 @@ def _external_shape(box: Box, spec: ParamSpec, form: str) -> tuple[int, ...]:
     shape = box.shape
     if form == "row":
         return (1, *shape)
+    if form == "filters":
+        return (math.prod(shape[:-1]), 1, shape[-1])
     if form == "experts":
         return (shape[0], math.prod(shape[1:-1]), shape[-1])
     if form == "reversed":
@@ -151,7 +155,7 @@ def _tensor_indices(rule: TensorRule, specs: Specs, box_of: BoxOf, layers: range
 def build_mappings(
     naming: TensorNames,
     specs: Specs,
-    groups: int,
+    groups: Mapping[str, int],
     layers: range,
     *,
     box_of: BoxOf = UNSHARDED,
@@ -162,7 +166,7 @@ def build_mappings(
     Args:
         naming: The tensor names of the family.
         specs: The parameters of the model.
-        groups: The number of key/value groups of the rank.
+        groups: The number of groups of the rank for each form of GROUPED_FORMS that the family has.
         layers: The layers of the model. The numbers of experts count from the first one of the rank.
         box_of: Maps a parameter to the rectangle that the rank has.
         stored_names: The names in the files, which may be those of `naming.alternatives`.
@@ -188,8 +192,9 @@ def build_mappings(
                     names = {spec.name for spec, _ in existing}
                     if existing and len(existing) == len(parts) and not names & replaced:
                         is_duplicate, is_written = is_tied or is_copy, is_copy or not is_tied
+                        num_parts = groups[rule.form] if rule.form in GROUPED_FORMS else 1
                         mappings.append(
-                            TensorMapping(external_name, existing, rule.form, groups, is_duplicate, is_written)
+                            TensorMapping(external_name, existing, rule.form, num_parts, is_duplicate, is_written)
                         )
                         named |= names
                         break
@@ -197,6 +202,13 @@ def build_mappings(
     if missing := sorted(set(specs) - named):
         raise CheckpointError(f"{naming.name} has no name for {', '.join(missing[:5])}; choose another family")
     return mappings
+
+
+def num_groups(model: ModelConfig) -> dict[str, int]:
+    """Return the number of groups of rows for each form of GROUPED_FORMS, on one rank."""
+    return dict(
+        zip(GROUPED_FORMS, (model.num_kv_groups, model.num_attention_heads, model.linear_num_key_heads), strict=True)
+    )
 
 
 def numbers_of_layers(model: ModelConfig) -> range:
@@ -210,7 +222,7 @@ def split(mapping: TensorMapping, external: Tensor) -> Iterator[tuple[ParamSpec,
     The values are views if possible.
     """
     rows = [_external_shape(box, spec, mapping.form)[0] for spec, box in mapping.parts]
-    if mapping.form == "groups":
+    if mapping.form in GROUPED_FORMS:
         pieces = external.unflatten(0, (mapping.groups, -1)).split([n // mapping.groups for n in rows], 1)
     else:
         pieces = (external.T if mapping.form == "columns" else external).split(rows)
@@ -228,7 +240,7 @@ def join(mapping: TensorMapping, read: Callable[[ParamSpec, Box], Tensor]) -> Te
         if mapping.form == "reversed":
             values = _reverse_inner_dims(values)
         pieces.append(values.reshape(_external_shape(box, spec, mapping.form)))
-    if mapping.form == "groups":
+    if mapping.form in GROUPED_FORMS:
         return torch.cat([piece.unflatten(0, (mapping.groups, -1)) for piece in pieces], 1).flatten(0, 1)
     rows = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
     return rows.T.contiguous() if mapping.form == "columns" else rows.contiguous()

@@ -126,9 +126,11 @@ def test_logits_equal_transformers_and_export_is_bit_exact(models, name: str, tm
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "llama linear", "qwen3", "gemma2", "gemma2 of one cap", "gemma3_text", "gemma3_text untied"]
-)
+IN_FP64 = ["llama", "llama linear", "qwen3", "gemma2", "gemma2 of one cap", "gemma3_text", "gemma3_text untied"]
+IN_FP64 += ["qwen3_next", "qwen3_next of one key head"]
+
+
+@pytest.mark.parametrize("name", IN_FP64)
 def test_logits_equal_transformers_in_fp64(models, name: str) -> None:
     model_dir = models(name)[1]
     model = load_in_fp64(model_dir)
@@ -410,6 +412,19 @@ def test_old_tensor_names_and_computed_buffers(models, tmp_path: Path) -> None:
     save_file(tensors | masks | head, old_dir / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"lm_head.weight .* differs from wte.weight"):
         open_model(old_dir)
+
+
+def test_tensors_that_transformers_ignores_are_not_read(models, tmp_path: Path) -> None:
+    """Files of Qwen3-Next have multi-token prediction, which transformers does not have. Others are refused."""
+    _, hf_dir = models("qwen3_next")
+    with_depth = copy_model(hf_dir, tmp_path / "hf")
+    tensors = read_tensors(hf_dir)
+    save_file(tensors | {"mtp.fc.weight": torch.ones(32, 64)}, with_depth / "model.safetensors")
+    assert tool("--from-hf", with_depth, "--save", tmp_path / "ours") == 0
+    assert not compare_files(hf_dir, tmp_path / "ours").differing
+    save_file(tensors | {"model.mtp.fc.weight": torch.ones(32, 64)}, with_depth / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model.mtp.fc.weight .*not a tensor of this model"):
+        open_model(with_depth)
 
 
 def test_check_detects_one_bit(models, tmp_path: Path, capsys) -> None:

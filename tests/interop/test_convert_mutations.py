@@ -19,7 +19,13 @@ from megalite.interop.huggingface.config_json import read_config
 from megalite.interop.megatron import torch_dist_format as megatron_dist
 from megalite.interop.megatron import torch_format as megatron
 from megalite.interop.name_mapping import FAMILIES
-from megalite.interop.tensor_mapping import ExternalTensor, build_mappings, build_model_config, numbers_of_layers
+from megalite.interop.tensor_mapping import (
+    ExternalTensor,
+    build_mappings,
+    build_model_config,
+    num_groups,
+    numbers_of_layers,
+)
 from megalite.models.specs import checkpoint_specs
 
 ROUNDS = 120
@@ -58,7 +64,7 @@ def hub(name: str, keys: dict[str, Any] = QWEN) -> Callable[[Path], tuple[Path, 
         model = build_model_config(options, "")
         specs, layers = checkpoint_specs(model, 20), numbers_of_layers(model)
         tensors = {}
-        for mapping in build_mappings(FAMILIES.get(family), specs, model.num_kv_groups, layers):
+        for mapping in build_mappings(FAMILIES.get(family), specs, num_groups(model), layers):
             values = torch.ones(mapping.shape)
             if "quantization_config" in config and mapping.external_name.endswith("_proj.weight"):
                 blocks = [-(-size // 8) for size in mapping.shape]

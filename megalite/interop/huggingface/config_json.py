@@ -44,6 +44,8 @@ _NUM_DENSE = "first_k_dense_replace"
 _GROUP_KEYS = ("n_group", "topk_group")
 _GROUP_METHOD = "topk_method"
 _GROUP_METHODS = {False: "greedy", True: "group_limited_greedy"}  # are there groups -> value of the key
+LINEAR_ATTENTION = "linear_attention"  # a value of layer_types
+_INTERVAL = "full_attention_interval"
 DENSE, SPARSE = "dense", "sparse"  # values of mlp_layer_types
 _CONSTANTS = load_table(__file__, "constants")
 ALIASES: Mapping[str, str] = _CONSTANTS["aliases"]  # model_type -> the family with the same model
@@ -89,7 +91,7 @@ def read_config(config: Json, seq_length: int | None, source: str) -> tuple[str,
         problems.append(f"seq_length={seq_length} is above the model's {positions} positions")
     num_layers = options["num_layers"]  # if it is out of range, `build_model_config` refuses it
     if type(num_layers) is int and 0 < num_layers <= MAX_LAYERS_IN_PATTERN:
-        for read in (_read_window, _read_experts):
+        for read in (_read_recurrent_layers, _read_window, _read_experts):
             layer_options, layer_problems = read(config, family, num_layers)
             options |= layer_options
             problems += layer_problems
@@ -248,7 +250,10 @@ def incompatibilities(model: ModelConfig, family: ModelFamily) -> list[str]:
 
     The model is written as a config.json and read back, and the differences are the reasons.
     """
-    if not model.has_only_full_layers:
+    if any(
+        layer.mlp is None or not (layer.has_attention or layer.mixer == family.recurrent_mixer)
+        for layer in model.layers
+    ):
         return [f"{shown_pattern(model.with_pattern().hybrid_layer_pattern or '')} is not attention and MLP in turn"]
     if model.num_mtp_depths and model.mtp_layers != model.layers[-1:]:
         return [f"{shown_pattern(model.hybrid_layer_pattern or '')} has depths unlike the last layer"]
@@ -370,8 +375,28 @@ def write_config(model: ModelConfig, name: str, vocab_size: int, dtype: str, tok
     config["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
     config |= write_rope(model, family)
     config |= _write_window(model, family)
+    if family.recurrent_mixer:
+        config["layer_types"] = [LINEAR_ATTENTION if layer.is_recurrent else FULL_ATTENTION for layer in model.layers]
     config |= _write_experts(model, family)
     return config | {"bos_token_id": None, "eos_token_id": None} | dict(tokens) | {"torch_dtype": dtype}
+
+
+def _read_recurrent_layers(config: Json, family: ModelFamily, num_layers: int) -> tuple[Json, list[str]]:
+    """Return (options, problems) of the layers with a recurrence in place of attention."""
+    if not family.recurrent_mixer:
+        return {}, []
+    kinds = config.get("layer_types")
+    interval = config.get(_INTERVAL, family.optional[_INTERVAL])
+    if isinstance(kinds, list):  # _read_window reports an invalid one
+        is_recurrent = [kind == LINEAR_ATTENTION for kind in kinds]
+    elif type(interval) is not int or interval < 1:
+        return {}, [f"{_INTERVAL}={interval!r} is not a number of 1 or more layers"]
+    else:
+        is_recurrent = [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    if not any(is_recurrent):
+        return {}, []
+    pattern = format_layer_pattern(is_recurrent)
+    return {"experimental_attention_variant": family.recurrent_mixer, "linear_attention_freq": pattern}, []
 
 
 def _read_window(config: Json, family: ModelFamily, num_layers: int) -> tuple[Json, list[str]]:
@@ -380,7 +405,11 @@ def _read_window(config: Json, family: ModelFamily, num_layers: int) -> tuple[Js
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != num_layers):
         return {}, [f"layer_types is not a list of {num_layers} kinds, one for each layer"]
     if unknown_kinds := {str(kind) for kind in kinds or ()} - (
-        {FULL_ATTENTION, SLIDING_ATTENTION} if family.window_layout else {FULL_ATTENTION}
+        {
+            FULL_ATTENTION,
+            *([SLIDING_ATTENTION] if family.window_layout else []),
+            *([LINEAR_ATTENTION] if family.recurrent_mixer else []),
+        }
     ):
         return {}, [f"layer_types has {', '.join(map(repr, sorted(unknown_kinds)))}, which {family.name} does not have"]
     by_layer = family.window_layout in ("by layer", "alternate", "period")
@@ -492,7 +521,7 @@ def _read_experts(config: Json, family: ModelFamily, num_layers: int) -> tuple[J
     has_experts = [(n + 1) % step == 0 and n not in dense for n in range(num_layers)]
     return {
         "moe_layer_freq": _layer_freq(has_experts),
-        "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
+        "moe_router_pre_softmax": not config.get("norm_topk_prob", family.optional.get("norm_topk_prob", False)),
     }, []
 
 

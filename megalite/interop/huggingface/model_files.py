@@ -161,7 +161,8 @@ def _tensors(
     stored = [name for handle in handles.values() for name in handle.keys()]  # noqa: SIM118
     possible_names = {prefix + name for name in stored for prefix in ("", naming.prefix)}
     specs, layers = checkpoint_specs(model, vocab_size), tensor_mapping.numbers_of_layers(model)
-    mappings = tensor_mapping.build_mappings(naming, specs, model.num_kv_groups, layers, stored_names=possible_names)
+    groups = tensor_mapping.num_groups(model)
+    mappings = tensor_mapping.build_mappings(naming, specs, groups, layers, stored_names=possible_names)
     expected = {mapping.external_name for mapping in mappings}
     unused_depths = _unused_depths(stored, naming, model)
     title = f"{directory} does not fit its config.json"
@@ -175,7 +176,9 @@ def _tensors(
             full_name = name if name.removesuffix(SCALE_SUFFIX) in expected else naming.prefix + name
             if full_name in tensors:
                 problems.append(f"{name} in {file}: a duplicate of {tensors[full_name].location}")
-            elif full_name in expected or not name.endswith(naming.ignored):
+            elif full_name in expected or not (
+                name.endswith(naming.ignored) or name.startswith(naming.ignored_prefixes)
+            ):
                 header = handle.get_slice(name)
                 shape, code = tuple(header.get_shape()), header.get_dtype()
                 load = partial(_read, handle, name, directory / file)
@@ -273,7 +276,7 @@ def write_model(
     """
     specs = checkpoint_specs(model, vocab_size)
     all_mappings = tensor_mapping.build_mappings(
-        FAMILIES.get(family), specs, model.num_kv_groups, tensor_mapping.numbers_of_layers(model)
+        FAMILIES.get(family), specs, tensor_mapping.num_groups(model), tensor_mapping.numbers_of_layers(model)
     )
     mappings = [mapping for mapping in all_mappings if mapping.is_written]
     rows = min(source.checkpoint.shape(f"model/{spec.name}")[0] for spec in specs.values() if spec.is_vocab)

@@ -322,7 +322,9 @@ def build_external_model(directory: Path, args: Namespace, source: Path, ranks: 
     ranks_and_mappings = []
     for (tp_rank, ep_rank), stored in ranks.items():
         box_of = box_for_rank(sizes, {"tp": tp_rank, "ep": ep_rank, "etp": tp_rank})
-        mappings = build_mappings(names, specs, model.num_kv_groups // tp, layers, box_of=box_of, stored_names=stored)
+        mappings = build_mappings(
+            names, specs, {"groups": model.num_kv_groups // tp}, layers, box_of=box_of, stored_names=stored
+        )
         ranks_and_mappings.append((stored, mappings))
     title = f"{directory}: the tensors do not fit the args"
     tensors = match_tensors(ranks_and_mappings, title, "copy the checkpoint again")

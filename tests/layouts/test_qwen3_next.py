@@ -1,0 +1,184 @@
+"""Ten steps of a small Qwen3-Next equal those of transformers' Qwen3NextForCausalLM with torch's AdamW.
+
+The model has three gated delta nets and a layer with gated attention, a dense layer, and experts with a gated shared
+expert. Both programs have the same initial weights and the same tokens. `transformers_weights` names and orders the
+weights by itself, so that nothing is shared with megalite's conversion.
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from full_tensors import assemble, owned_shards
+from hugging_face_cases import in_fp64
+from layout_cases import COMMON, FP64_TOLERANCE, expand
+from pairwise import nightly_except
+from ranks import run_ranks
+from torch import Tensor
+from train_cases import run_from
+
+from megalite.training.train_step import train_step
+
+STEPS, BATCH, VOCAB_SIZE, LR = 10, 16, 94, 0.01
+KEY_HEADS, VALUE_HEADS, HEADS = 2, 4, 4
+FLAGS = f"""{COMMON} {expand("GDN")} --train-iters {STEPS} --lr {LR} --attention-output-gate --qk-layernorm
+ --apply-layernorm-1p --rotary-percent 0.5 --num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 12
+ --moe-layer-freq [0,1,1,1] --moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate
+ --moe-router-load-balancing-type none"""
+GUARDS = ("megalite/nn/gated_delta_net.py", "megalite/nn/recurrent_context_parallel.py", "megalite/nn/attention.py")
+LAYOUTS = ["tp2", "pp2", "cp2", "ZERO3", "ep2"]
+
+NAMES = {
+    "attention.norm.weight": "input_layernorm.weight",
+    "attention.q_norm.weight": "self_attn.q_norm.weight",
+    "attention.k_norm.weight": "self_attn.k_norm.weight",
+    "attention.out": "self_attn.o_proj.weight",
+    "gated_delta_net.norm.weight": "input_layernorm.weight",
+    "gated_delta_net.A_log": "linear_attn.A_log",
+    "gated_delta_net.dt_bias": "linear_attn.dt_bias",
+    "gated_delta_net.out_norm": "linear_attn.norm.weight",
+    "gated_delta_net.out": "linear_attn.out_proj.weight",
+    "mlp.norm.weight": "post_attention_layernorm.weight",
+    "mlp.down": "mlp.down_proj.weight",
+    "mlp.router": "mlp.gate.weight",
+    "mlp.shared.down": "mlp.shared_expert.down_proj.weight",
+    "mlp.experts.down": "mlp.experts.down_proj",
+}
+
+
+def _by_head(heads: int, *weights: Tensor) -> Tensor:
+    """Return the rows of weights in groups, each with the rows of one head of every weight."""
+    return torch.cat([weight.unflatten(0, (heads, -1)) for weight in weights], 1).flatten(0, 1)
+
+
+def _layer_weights(layer: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of a layer under transformers' names."""
+    result = {NAMES[part]: values for part, values in layer.items() if part in NAMES}
+    if "attention.q" in layer:
+        result["self_attn.q_proj.weight"] = _by_head(HEADS, layer["attention.q"], layer["attention.gate"])
+        result["self_attn.k_proj.weight"], result["self_attn.v_proj.weight"] = layer["attention.kv"]
+    else:
+        qk, ba, conv_qk = (layer[f"gated_delta_net.{part}"] for part in ("qk", "ba", "conv_qk"))
+        v, z, conv_v = (layer[f"gated_delta_net.{part}"] for part in ("v", "z", "conv_v"))
+        result["linear_attn.in_proj_qkvz.weight"] = _by_head(KEY_HEADS, *qk, v, z)
+        result["linear_attn.in_proj_ba.weight"] = _by_head(KEY_HEADS, *ba)
+        result["linear_attn.conv1d.weight"] = torch.cat([*conv_qk, conv_v]).unsqueeze(1)
+    if "mlp.gate_up" in layer:
+        result["mlp.gate_proj.weight"], result["mlp.up_proj.weight"] = layer["mlp.gate_up"]
+    else:
+        result["mlp.experts.gate_up_proj"] = layer["mlp.experts.gate_up"].flatten(1, 2)
+        gate, up = layer["mlp.shared.gate_up"]
+        result["mlp.shared_expert.gate_proj.weight"], result["mlp.shared_expert.up_proj.weight"] = gate, up
+        result["mlp.shared_expert_gate.weight"] = layer["mlp.shared_gate"].reshape(1, -1)
+    return result
+
+
+def transformers_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of a megalite model under transformers' names."""
+    result = {
+        "model.embed_tokens.weight": weights["embedding.word"],
+        "lm_head.weight": weights["head"],
+        "model.norm.weight": weights["final_norm.weight"],
+    }
+    for number in range(4):
+        prefix = f"layers.{number}."
+        layer = {name.removeprefix(prefix): values for name, values in weights.items() if name.startswith(prefix)}
+        result |= {f"model.layers.{number}.{name}": values for name, values in _layer_weights(layer).items()}
+    return result
+
+
+def build_transformers_model(dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM, Qwen3NextConfig
+
+    config = Qwen3NextConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        head_dim=8,
+        rms_norm_eps=0.01,
+        max_position_embeddings=16,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        linear_num_key_heads=KEY_HEADS,
+        linear_num_value_heads=VALUE_HEADS,
+        linear_key_head_dim=6,
+        linear_value_head_dim=5,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=16,
+        mlp_only_layers=[0],
+    )
+    config._experts_implementation = "eager"
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+
+
+def train_transformers(model: Any, batches: list[Tensor]) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the loss of each step and the final weights, with torch's AdamW and clipping."""
+    decayed = [p for name, p in model.named_parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-3)
+    losses = []
+    for tokens_BT in batches:
+        logits = model(tokens_BT[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens_BT[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, model.state_dict()
+
+
+def train_rank(flags: str) -> tuple[list[float], list, list[float]]:
+    """Train on this rank in fp64 and in fp32; return the losses and the pieces of the weights in fp64, and the losses."""
+    runs = []
+    for dtype in (torch.float64, torch.float32):
+        run = run_from(flags, dtype=dtype)
+        losses = [train_step(run).loss for _ in range(STEPS)]
+        run.sync.wait_param_sync()
+        runs.append((losses, owned_shards(run.optimizer, "model/")))
+    return *runs[0], runs[1][0]
+
+
+def _by_name(pieces: Any) -> dict[str, Tensor]:
+    return {name.removeprefix("model/"): values for name, values in assemble(pieces).items()}
+
+
+@functools.cache
+def reference(dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the losses and final weights of transformers, from the initial weights of a run in `dtype`."""
+    run = run_from(FLAGS, dtype=dtype)
+    dataset = run.train_loader.batches.dataset
+    batches = [torch.from_numpy(dataset.samples(np.arange(s * BATCH, (s + 1) * BATCH))) for s in range(STEPS)]
+    model = build_transformers_model(dtype)
+    model.load_state_dict(transformers_weights(_by_name(owned_shards(run.optimizer, "model/"))))
+    return train_transformers(model, batches)
+
+
+def _assert_equals_transformers(ranks: list[tuple[list[float], list, list[float]]]) -> None:
+    with in_fp64():
+        expected_losses, expected_weights = reference(torch.float64)
+    expected_fp32_losses, _ = reference(torch.float32)
+    assert expected_losses[-1] < 0.9 * expected_losses[0]
+    for losses, _, fp32_losses in ranks:
+        assert losses == pytest.approx(expected_losses, rel=FP64_TOLERANCE)
+        assert fp32_losses == pytest.approx(expected_fp32_losses, rel=5e-6)
+    weights = transformers_weights(_by_name(piece for _, pieces, _ in ranks for piece in pieces))
+    for name, values in weights.items():
+        error = float((values - expected_weights[name]).abs().max() / values.abs().max())
+        assert error <= 1e-9, f"{name} differs by {error:.1e}"
+
+
+def test_one_process_equals_transformers() -> None:
+    _assert_equals_transformers([train_rank(FLAGS)])
+
+
+@pytest.mark.parametrize("layout", nightly_except(LAYOUTS, ["tp2", "cp2"], str, guards=GUARDS))
+def test_layout_equals_transformers(layout: str) -> None:
+    _assert_equals_transformers(run_ranks(2, train_rank, f"{FLAGS} {expand(layout)}"))
