@@ -29,6 +29,7 @@ OK, WARN, BAD = "ok", "warn", "bad"
 _TABLE = load_table(__file__, "system_checks")
 VARIABLES = _TABLE["variable"]
 PACKAGES = _TABLE["packages"]
+CPU_VARIABLES = ("GLOO_", "TORCH_DISTRIBUTED_")  # prefixes of variables that also matter without a GPU
 GIB, MIB = 2**30, 2**20
 MIN_SHM_BYTES = GIB  # NCCL needs this much shared memory
 MIN_OPEN_FILES = 4096  # many data files need this many
@@ -88,15 +89,29 @@ def check_clock() -> Iterator[CheckResult]:
         yield result_if("clocks", state != TIME_ERROR, message, remedy)
 
 
+def variable_problems(has_gpus: bool = True, has_other_nodes: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield (setting and its effect, remedy) for each variable of VARIABLES whose value slows a run down or breaks it.
+
+    Args:
+        has_gpus: also for variables that matter only to GPUs.
+        has_other_nodes: also for variables that matter only between machines.
+    """
+    for row in VARIABLES:
+        if row.get("nodes") and not has_other_nodes:
+            continue
+        for name in row["name"].split(", "):
+            if not (has_gpus or name.startswith(CPU_VARIABLES)):
+                continue
+            setting = environment.format_set_variables([name])
+            if setting and re.fullmatch(row.get("wrong", ".*"), setting.partition("=")[2]):
+                yield f"{setting}: {row['does']}", row["do"]
+
+
 def check_variables() -> Iterator[CheckResult]:
     """Check the environment variables of megalite, its libraries and launchers."""
     yield from (CheckResult(BAD, "variables", text) for text in env_problems())
     yield from (CheckResult(WARN, "variables", text) for text in environment.env_warnings())
-    for row in VARIABLES:
-        for name in row["name"].split(", "):
-            setting = environment.format_set_variables([name])
-            if setting and re.fullmatch(row.get("wrong", ".*"), setting.partition("=")[2]):
-                yield CheckResult(WARN, "variables", f"{setting}: {row['does']}", row["do"])
+    yield from (CheckResult(WARN, "variables", *problem) for problem in variable_problems())
     try:
         if (ranks := read_environment()) is not None and ranks.world_size > 1:
             message = f"{ranks.variable_values}: a run here is that rank, and waits for the others"

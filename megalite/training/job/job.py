@@ -256,6 +256,8 @@ class TrainingJob:
         device_type = preflight.choose_device(self.config.parallel.device)
         preflight.check_machine(plan, device_type, ranks)
         preflight.check_save_writable(self.config, ranks)
+        self.warnings += preflight.variable_warnings(device_type, ranks)
+        self.warnings += preflight.unused_gpu_warning(device_type, ranks)
         self.warnings += preflight.thread_oversubscription_warning(device_type, ranks)
         if self.config.train.deterministic_mode:
             torch.use_deterministic_algorithms(True)

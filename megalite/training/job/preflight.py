@@ -33,6 +33,7 @@ from megalite.kernels.dispatch import (
 from megalite.launch.local_launcher import cpu_count
 from megalite.launch.process_group import cuda_device
 from megalite.launch.rank_info import LaunchError, RankInfo
+from megalite.launch.system_checks import variable_problems
 from megalite.parallel.cpu.shared_memory import SHM_DIR, SLOT_BYTES, SLOTS
 from megalite.parallel.mesh import Mesh
 from megalite.planning.layer_kinds import flops_per_token
@@ -191,6 +192,23 @@ def thread_oversubscription_warning(device: str, ranks: RankInfo) -> list[str]:
     on_cores = f"{cores} {plural('core', cores)}"
     suggestion = max(1, cores // ranks.local_world_size)
     return [f"{total} on {on_cores} are many times slower than one per core: set OMP_NUM_THREADS={suggestion}"]
+
+
+def variable_warnings(device: str, ranks: RankInfo) -> list[str]:
+    """Return a warning for each environment variable that slows this run down or breaks it."""
+    has_other_nodes = ranks.world_size > ranks.local_world_size
+    return [f"{text}; {remedy}" for text, remedy in variable_problems(device == "cuda", has_other_nodes)]
+
+
+def unused_gpu_warning(device: str, ranks: RankInfo) -> list[str]:
+    """Return a warning if this machine has GPUs that no rank uses."""
+    if device != "cuda" or (num_gpus := torch.cuda.device_count()) <= ranks.local_world_size:
+        return []
+    unused = num_gpus - ranks.local_world_size
+    return [
+        f"{unused} of {num_gpus} GPUs of this machine are idle: start a rank for each, as with --nproc {num_gpus}, or "
+        "name those to use in CUDA_VISIBLE_DEVICES"
+    ]
 
 
 def shared_memory_warning(mesh: Mesh) -> list[str]:

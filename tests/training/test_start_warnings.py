@@ -1,0 +1,75 @@
+"""The warnings of a run's start: environment variables that slow it down or break it, and GPUs that it does not use."""
+
+import os
+from pathlib import Path
+
+import programs
+import pytest
+import torch
+from train_cases import SMALL_RUN
+
+from megalite.launch import system_checks
+from megalite.launch.rank_info import RankInfo
+from megalite.training.job import preflight
+
+ONE_NODE, TWO_NODES = (RankInfo(world_size=size, local_world_size=2) for size in (2, 4))
+WRONG_VALUES = {
+    "NCCL_DEBUG": "INFO",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_IB_GID_INDEX": "x",
+    "NCCL_ALGO": "Ring",
+    "NCCL_TIMEOUT": "1800",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NET": "Socket",
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "CUDA_LAUNCH_BLOCKING": "1",
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+}
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for row in system_checks.VARIABLES:
+        for name in row["name"].split(", "):
+            monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("name", WRONG_VALUES)
+def test_variable_is_reported_where_it_matters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = f"{name}={WRONG_VALUES[name]}"
+    monkeypatch.setenv(*setting.split("="))
+    (warning,) = preflight.variable_warnings("cuda", TWO_NODES)
+    assert warning.startswith(f"{setting}: ") and "; " in warning
+    between_nodes = name.endswith("IFNAME") or name in ("NCCL_IB_GID_INDEX", "NCCL_IB_DISABLE", "NCCL_NET")
+    assert bool(preflight.variable_warnings("cuda", ONE_NODE)) == (not between_nodes)
+    without_gpu = name.startswith(("GLOO", "TORCH_DISTRIBUTED"))
+    assert bool(preflight.variable_warnings("cpu", TWO_NODES)) == without_gpu
+
+
+def test_good_values_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "eth0", "NCCL_P2P_DISABLE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert preflight.variable_warnings("cuda", TWO_NODES) == []
+
+
+def test_idle_gpus_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    (warning,) = preflight.unused_gpu_warning("cuda", ONE_NODE)
+    assert warning.startswith("6 of 8 GPUs of this machine are idle: start a rank for each, as with --nproc 8")
+    assert preflight.unused_gpu_warning("cuda", RankInfo(world_size=16, local_world_size=8)) == []
+    assert preflight.unused_gpu_warning("cpu", ONE_NODE) == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # a launcher shows each rank its GPU alone
+    assert preflight.unused_gpu_warning("cuda", ONE_NODE) == []
+
+
+def test_run_logs_its_warnings(tmp_path: Path) -> None:
+    flags = [*SMALL_RUN, "--train-iters", "1", "--device", "cpu", "--run-dir", str(tmp_path)]
+    environment = {**os.environ, "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "NCCL_TIMEOUT": "1800"}
+    result = programs.run_python("pretrain_gpt.py", *flags, timeout=120, env=environment)
+    assert result.returncode == 0, result.stderr
+    log = (tmp_path / "log.txt").read_text()
+    assert "WARNING: TORCH_DISTRIBUTED_DEBUG=DETAIL: ranks compare every collective before they do it" in log
+    assert "NCCL_TIMEOUT" not in log.partition("WARNING")[2]  # it means nothing without a GPU
