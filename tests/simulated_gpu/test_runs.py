@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
 from pairwise import nightly_except
-from train_cases import config_from, pretrain, read_metric
+from train_cases import config_from, pretrain, read_metric, run_from
 
 from megalite.generate.generation import Sampling, generate_tokens, load_model
 from megalite.launch.rank_info import RankInfo
 from megalite.parallel.mesh import Mesh
+from megalite.training.noise_scale import NoiseScale
+from megalite.training.train_step import train_step
 from simulated_gpu.simulator.device import SimulatedGpu, simulated
 from simulated_gpu.simulator.trace import Launch, WaitAt, count_marks, waits_of
 from simulated_gpu.test_trainer import COMMON, LLAMA
@@ -118,3 +121,22 @@ def test_every_synchronization_is_documented() -> None:
     text = (Path(__file__).resolve().parents[2] / "docs/testing.md").read_text(encoding="utf-8")
     table = text.partition("## Host synchronization")[2].partition("\n## ")[0]
     assert {run["flags"].split()[0] for run in EXPECTED.values()} <= set(re.findall(r"--[a-z0-9-]+", table))
+
+
+def test_noise_scale_adds_no_synchronization() -> None:
+    """A step reads its sums with the others; one rank measures nothing useful, and does all of the work."""
+
+    def waits(measures: bool) -> Counter[str]:
+        with simulated() as gpu:
+            run = run_from(f"{COMMON} --train-iters 2 --device cuda", device=torch.device("cuda", 0))
+            if measures:
+                run.noise_scale = NoiseScale(run.optimizer)
+            for _ in range(2):
+                train_step(run)
+        launches = sum(isinstance(fact, Launch) for fact in gpu.trace)
+        num_launches.append(launches)
+        return Counter(map(str, waits_of(gpu.trace)))
+
+    num_launches: list[int] = []
+    assert waits(measures=True) == waits(measures=False)
+    assert num_launches[0] > num_launches[1]
