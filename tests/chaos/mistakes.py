@@ -19,13 +19,16 @@ from replacements import Replacement
 from torch import Tensor
 
 from megalite.data.datasets.batches import Batches, MicroBatch
+from megalite.kernels.delta_rule import Recurrence
 from megalite.models import gpt
 from megalite.models.gpt import Stage
-from megalite.nn import context_parallel, linear, moe
+from megalite.nn import context_parallel, gated_delta_net, linear, moe, recurrent_context_parallel
 from megalite.nn.attention import Attention
 from megalite.nn.context_parallel import ContextParallelAttention
 from megalite.nn.embedding import Embedding
+from megalite.nn.gated_delta_net import GatedDeltaNet
 from megalite.nn.micro_batch import Batch, ForwardContext
+from megalite.nn.parameter import spec_of
 from megalite.nn.router import Router
 from megalite.optim.distributed_optimizer import DistributedOptimizer, OptimizerBucket
 from megalite.optim.zero import grad_bucket, param_bucket, sync
@@ -53,6 +56,8 @@ LLAMA = (
 EXPERTS = f"{LLAMA} --num-experts 8 --moe-ffn-hidden-size 512 --moe-aux-loss-coeff 0.01"
 LATENT = f"""{LLAMA} --multi-latent-attention --q-lora-rank 192 --kv-lora-rank 128 --qk-head-dim 64
  --qk-pos-emb-head-dim 32 --v-head-dim 64 --qk-layernorm"""
+DELTA = f"""{LLAMA} --experimental-attention-variant gated_delta_net --linear-attention-freq [1,0]
+ --linear-num-key-heads 8 --linear-num-value-heads 16 --linear-key-head-dim 64 --linear-value-head-dim 64"""
 DEPTHS = "--mtp-num-layers 2"
 LLAMA2_70B = "--preset llama2-70b --micro-batch-size 1 --global-batch-size 32 --train-iters 9 --lr 3e-4 --mock-data"
 DROPOUT = "--hidden-dropout 0.1"
@@ -410,6 +415,53 @@ def dropout_uses_the_number_of_the_layer_in_its_stage(init: Any, stage: Stage, *
     init(stage, *args, **kwargs)
     for i, block in enumerate(stage.blocks):
         block.layer = i  # type: ignore[assignment]
+
+
+# ---- recurrent layers
+
+
+@mistake(
+    GatedDeltaNet,
+    "__init__",
+    flags=f"{DELTA} {TP}",
+    first={"kind": "gradient", "step": 1, "name": "layers.0.gated_delta_net.out_norm", "layer": 0},
+    all_differing="out_norm",
+)
+def gradient_of_the_gated_norm_is_not_summed_over_tp(init: Any, mixer: GatedDeltaNet, *args: Any) -> None:
+    """As in NVIDIA/Megatron-LM#7452."""
+    init(mixer, *args)
+    mixer.out_norm.spec = replace(spec_of(mixer.out_norm), partial_grad_axes=())  # type: ignore[assignment]
+
+
+@mistake(
+    recurrent_context_parallel,
+    "_range_recurrence",
+    flags=f"{DELTA} {CP} --reset-attention-mask",
+    first={"kind": "forward", "step": 1, "name": "layers.0.gated_delta_net", "layer": 0},
+)
+def state_crosses_the_borders_of_documents(_: Any, recurrence: Recurrence, *args: Any) -> Recurrence:
+    return recurrence
+
+
+@mistake(
+    gated_delta_net,
+    "earlier_tokens",
+    flags=f"{DELTA} {CP}",
+    first={"kind": "forward", "step": 1, "name": "layers.0.gated_delta_net", "layer": 0},
+)
+def convolution_starts_afresh_at_each_range(earlier_tokens: Any, *args: Any) -> tuple[Tensor, ...]:
+    return tuple(0 * x for x in earlier_tokens(*args))
+
+
+@mistake(
+    recurrent_context_parallel._Ranges,
+    "__init__",
+    flags=f"{DELTA} {CP}",
+    first={"kind": "forward", "step": 1, "name": "layers.0.gated_delta_net", "layer": 0},
+)
+def state_passes_through_ranges_in_the_order_of_the_ranks(init: Any, ranges: Any, *args: Any) -> None:
+    init(ranges, *args)
+    ranges.all = sorted(ranges.all)
 
 
 # ---- multi-token prediction

@@ -124,8 +124,12 @@ def _shrink_heads(config: Config, requested: Layout, layout: Layout) -> tuple[in
     return num_heads, num_groups
 
 
-def _shrink_gated_delta_net(model: ModelConfig, requested: Layout, layout: Layout) -> dict[str, int]:
-    """Return as few key and value heads as keep whether heads are shared, and whether ranks share a key head."""
+def _shrink_gated_delta_net(model: ModelConfig, requested: Layout, layout: Layout) -> dict[str, Any]:
+    """Return as few key and value heads as keep whether heads are shared, and whether ranks share a key head.
+
+    The first outputs of a document may be small. With a small epsilon, their norm would magnify the rounding of fp64
+    beyond what the comparison allows.
+    """
     tp, keys = layout.tp, model.linear_num_key_heads
     small_keys = tp if keys >= requested.tp else max(1, tp * keys // requested.tp)
     values_per_key = 1 if model.linear_num_value_heads == keys else 2
@@ -134,6 +138,7 @@ def _shrink_gated_delta_net(model: ModelConfig, requested: Layout, layout: Layou
         "linear_num_value_heads": _round_up(small_keys * values_per_key, tp),
         "linear_key_head_dim": MIN_HEAD_SIZE,
         "linear_value_head_dim": MIN_HEAD_SIZE,
+        "norm_epsilon": max(model.norm_epsilon, 0.01),
     }
 
 
