@@ -194,6 +194,7 @@ EXPORTS: list[tuple[dict[str, Any], str, str]] = [
         "deepseek_v3",
         "moe_router_topk=1: deepseek_v3 gives a single",
     ),
+    ({"qk_pos_emb_head_dim": 0}, "deepseek_v3", "qk_pos_emb_head_dim=0, but deepseek_v3 fails in transformers"),
     ({"attention_output_gate": True}, "deepseek_v3", "attention_output_gate=True is not False"),
     ({"mtp_num_layers": 2, "mtp_use_repeated_layer": True}, "deepseek_v3", "mtp_use_repeated_layer=True is not False"),
     ({"mtp_num_layers": 1}, "youtu", "mtp_num_layers=1 is not 0"),

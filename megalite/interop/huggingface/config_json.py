@@ -262,6 +262,8 @@ def incompatibilities(model: ModelConfig, family: ModelFamily) -> list[str]:
         return problems
     if family.query_scale_beta and (problem := unscaled_query_problem(model, family)):
         return [problem]
+    if family.has_latent_attention and model.multi_latent_attention and not model.qk_pos_emb_head_dim:
+        return [f"qk_pos_emb_head_dim=0, but {family.name} fails in transformers without rotated channels"]
     written = write_config(model, family.name, 1, "", {})
     if missing := [option for option, key in family.keys.items() if written[key.split()[0]] is None]:
         return [f"{option}={getattr(model, option)}, but {family.name} always has this option" for option in missing]
