@@ -145,6 +145,9 @@ def saved_model(source: Checkpoint) -> ModelConfig:
 def import_hf(args: argparse.Namespace) -> bool:
     """Convert a Hugging Face model into a checkpoint of megalite, and return False if a check fails."""
     external = model_files.open_model(args.from_hf, args.seq_length)
+    if external.num_missing_depths:
+        depths = f"{external.num_missing_depths} depths of multi-token prediction"
+        print(f"{args.from_hf}: config.json has {depths}, the files have none; the checkpoint is without them")
     if args.check and external.is_quantized:
         remedy = "give --check-bits, and --check when you export the model"
         raise CheckpointError(f"{args.from_hf}: logits of quantised weights are not compared; {remedy}")

@@ -386,6 +386,8 @@ class ExternalModel:
         args: The arguments that Megatron-LM saved; None for other programs.
         ranks: The tensors of each (tp, ep) rank of Megatron-LM.
         is_quantized: Its tensors are read from quantized weights, and rounded to their dtype.
+        num_missing_depths: Depths of multi-token prediction that its configuration has and its files lack. `model` is
+            without them.
     """
 
     directory: Path
@@ -397,6 +399,7 @@ class ExternalModel:
     args: Namespace | None = None
     ranks: Mapping[tuple[int, int], Mapping[str, FileTensor]] = field(default_factory=dict)
     is_quantized: bool = False
+    num_missing_depths: int = 0
 
     @property
     def dtype(self) -> torch.dtype:

@@ -380,6 +380,23 @@ def depth_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_depths("deepseek_v3 moonlight", tmp_path_factory.mktemp("depths"))[0]
 
 
+def test_conversion_reports_depths_that_the_files_lack(depth_model: Path, tmp_path: Path, capsys) -> None:
+    model_dir = copy_model(depth_model, tmp_path / "hf")
+    tensors = load_file(model_dir / "model.safetensors")
+    _without(r"layers\.[34]\.")(tensors)
+    save_file(tensors, model_dir / "model.safetensors")
+    assert tool("--from-hf", model_dir, "--save", tmp_path / "here") == 0
+    rule = f"config.json has {NUM_DEPTHS} depths of multi-token prediction, the files have none"
+    assert f"{model_dir}: {rule}; the checkpoint is without them" in capsys.readouterr().out
+
+
+def test_null_means_no_depths(depth_model: Path, tmp_path: Path) -> None:
+    model_dir = copy_model(depth_model, tmp_path / "hf")
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": None}))
+    assert open_model(model_dir).model.num_mtp_depths == 0
+
+
 @pytest.mark.parametrize("case", DEPTH_FILES)
 def test_files_decide_about_depths(depth_model: Path, case: str, tmp_path: Path) -> None:
     """Transformers writes their number into config.json, even for models that it saves without them."""

@@ -106,6 +106,8 @@ def _read_sizes(config: Json, family: ModelFamily, options: Json) -> list[str]:
         spellings = keys.split()
         key = next((key for key in spellings if key in config), spellings[0])
         options[option] = config.get(key, family.optional.get(key))
+        if option == "mtp_num_layers" and options[option] is None:
+            options[option] = 0  # null means none, as in transformers
         if options[option] is None and key != "n_inner":  # null means 4 * hidden_size
             problems.append(f"{key} is missing")
     if options["ffn_hidden_size"] is None and isinstance(options["hidden_size"], int):

@@ -61,7 +61,9 @@ def open_model(directory: Path, seq_length: int | None = None) -> tensor_mapping
     config = read_json(path)
     family, options = read_config(config, seq_length, str(path))
     handles = _files(directory)
+    num_missing_depths = 0
     if options.get("mtp_num_layers") and not _has_depths(handles, options["num_layers"]):
+        num_missing_depths = options["mtp_num_layers"]
         options["mtp_num_layers"] = 0
     model, vocab_size = tensor_mapping.build_model_config(options, str(path)), options["vocab_size"]
     if type(vocab_size) is not int or not 0 < vocab_size < 1 << 31:
@@ -69,7 +71,14 @@ def open_model(directory: Path, seq_length: int | None = None) -> tensor_mapping
     quantization = read_quantization(config)
     tensors = _tensors(directory, handles, FAMILIES.get(family), model, vocab_size, quantization)
     return tensor_mapping.ExternalModel(
-        directory, family, options, model, vocab_size, tensors, is_quantized=quantization is not None
+        directory,
+        family,
+        options,
+        model,
+        vocab_size,
+        tensors,
+        is_quantized=quantization is not None,
+        num_missing_depths=num_missing_depths,
     )
 
 
