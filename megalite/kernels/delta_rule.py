@@ -319,18 +319,32 @@ def delta_rule(
     return _DeltaRule.apply(recurrence, state_BHKV, *inputs)  # type: ignore[return-value]
 
 
+def map_columns(inputs: RecurrenceInputs) -> int:
+    """Return the number of columns that A has in a map [A | U]: K, or 1 if it is diagonal."""
+    return 1 if inputs.beta is None else inputs.k.shape[3]
+
+
+def apply_map(A: Tensor, U: Tensor, state: Tensor) -> Tensor:
+    """Return A S + U; one column is the diagonal of A."""
+    return (A * state if A.shape[-1] == 1 else A @ state) + U
+
+
 @torch.no_grad()
 def recurrence_map(inputs: RecurrenceInputs, recurrence: Recurrence) -> Tensor:
-    """Return the map [A | U], [B, H, K, K + V], from the state before the tokens to that after them: S' = A S + U."""
+    """Return the map [A | U] from the state before the tokens to that after them: S' = A S + U.
+
+    Its shape is [B, H, K, K + V]. Without a correction A is diagonal, and the map is [diagonal | U], [B, H, K, 1 + V].
+    """
     B, H, K, V = inputs.state_shape
     dtype = accum_dtype(inputs.v)
-    state = inputs.v.new_zeros(B, H, K, K + V, dtype=dtype)
-    state[..., :K] = torch.eye(K, dtype=dtype, device=state.device)
+    columns = map_columns(inputs)
+    state = inputs.v.new_zeros(B, H, K, columns + V, dtype=dtype)
+    state[..., :columns] = 1.0 if columns == 1 else torch.eye(K, dtype=dtype, device=state.device)
     state = state.unflatten(1, (inputs.k.shape[2], -1))
     for span in recurrence.groups(inputs):
         for chunk in _each_chunk(_prepare(inputs.tokens(span), recurrence.tokens(span))):
             # A starts as the identity and has no values of its own
-            values = F.pad(chunk.u, (K, 0))
+            values = F.pad(chunk.u, (columns, 0))
             if chunk.w is not None:
                 values = values - chunk.w @ state
             state = chunk.decay * state + chunk.k_out.mT @ values

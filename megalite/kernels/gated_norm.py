@@ -1,6 +1,7 @@
-"""RMSNorm of the output of a recurrence, times SiLU of its gate (arXiv:2412.06464, section 3.3).
+"""RMSNorm of the output of a recurrence, and SiLU of its gate.
 
-    y = o r w silu(z),   r = 1 / sqrt(mean(o^2) + eps)
+    gated delta net   y = o r w silu(z),  r = 1 / sqrt(mean(o^2) + eps)           (arXiv:2412.06464, section 3.3)
+    Mamba-2           y = n r w,  n = o silu(z),  r = 1 / sqrt(mean(n^2) + eps)   (arXiv:2405.21060, section 7.1)
 
 Only o, z and w are saved. Statistics and products are in fp32 (fp64 for fp64 inputs).
 """
@@ -17,30 +18,45 @@ from megalite.kernels.dispatch import accum_dtype
 
 class _GatedNorm(Function):
     @staticmethod
-    def forward(ctx: Any, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.eps = eps
+    def forward(ctx: Any, o: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
+        ctx.eps, ctx.gate_first = eps, gate_first
         ctx.save_for_backward(o, z, weight)
         dtype = accum_dtype(o)
-        o32 = o.to(dtype)
-        rstd = torch.rsqrt(o32.square().mean(-1, keepdim=True) + eps)
-        return (o32 * rstd * weight.to(dtype) * F.silu(z.to(dtype))).to(o.dtype)
+        gate = F.silu(z.to(dtype))
+        x = o.to(dtype) * gate if gate_first else o.to(dtype)
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(dtype)
+        return (y if gate_first else y * gate).to(o.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         o, z, weight = ctx.saved_tensors
         dtype = accum_dtype(o)
         o32, z32, w, dy32 = (x.to(dtype) for x in (o, z, weight, dy))
-        rstd = torch.rsqrt(o32.square().mean(-1, keepdim=True) + ctx.eps)
-        xhat = o32 * rstd
         sigmoid = z32.sigmoid()
-        dz = dy32 * xhat * w * sigmoid * (1 + z32 * (1 - sigmoid))
-        dnorm = dy32 * z32 * sigmoid
-        dw = (dnorm * xhat).flatten(0, -2).sum(0)
+        gate = z32 * sigmoid
+        x = o32 * gate if ctx.gate_first else o32
+        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + ctx.eps)
+        xhat = x * rstd
+        dnorm = dy32 if ctx.gate_first else dy32 * gate
+        dw = (dnorm * xhat).flatten(0, -weight.dim() - 1).sum(0)
         dxhat = dnorm * w
-        do = rstd * (dxhat - xhat * (dxhat * xhat).mean(-1, keepdim=True))
-        return do.to(o.dtype), dz.to(z.dtype), dw.to(weight.dtype), None
+        dx = rstd * (dxhat - xhat * (dxhat * xhat).mean(-1, keepdim=True))
+        if ctx.gate_first:
+            do, dgate = dx * gate, dx * o32
+        else:
+            do, dgate = dx, dy32 * xhat * w
+        dz = dgate * sigmoid * (1 + z32 * (1 - sigmoid))
+        return do.to(o.dtype), dz.to(z.dtype), dw.to(weight.dtype), None, None
 
 
-def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return rmsnorm(o) weight silu(z) over the last dim of o and z [..., V], in the dtype of o."""
-    return _GatedNorm.apply(o, z, weight, eps)  # type: ignore[return-value]
+def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool = False) -> Tensor:
+    """Return rmsnorm(o) weight silu(z), or with `gate_first` rmsnorm(o silu(z)) weight, in the dtype of o.
+
+    Args:
+        o: The output of a recurrence, [..., V]. The norm is over V.
+        z: The gate, of the same shape.
+        weight: The weight, of the shape of one or several of the last dims of o, less than all.
+        eps: The number that is added to the mean of squares.
+        gate_first: Multiply by the gate before the norm.
+    """
+    return _GatedNorm.apply(o, z, weight, eps, gate_first)  # type: ignore[return-value]

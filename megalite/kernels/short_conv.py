@@ -1,6 +1,6 @@
 """Causal convolution of each channel over the last W tokens of a document, and SiLU (Mamba, arXiv:2312.00752).
 
-    u_t = sum over d < W of w_{W-1-d} x_{t-d},  without the tokens of other documents;   y_t = u_t sigmoid(u_t)
+    u_t = c + sum over d < W of w_{W-1-d} x_{t-d},  without the tokens of other documents;   y_t = u_t sigmoid(u_t)
 
 Only x is saved, and u is computed again in backward. Sums are in fp32 (fp64 for fp64 inputs).
 """
@@ -16,13 +16,17 @@ from megalite.kernels.dispatch import accum_dtype
 
 
 def short_conv_reference(
-    x_SBC: Tensor, weight_CW: Tensor, documents_BS: Tensor | None = None, earlier_TBC: Tensor | None = None
+    x_SBC: Tensor,
+    weight_CW: Tensor,
+    documents_BS: Tensor | None = None,
+    earlier_TBC: Tensor | None = None,
+    bias_C: Tensor | None = None,
 ) -> Tensor:
     """Compute the convolution and SiLU token by token; arguments are those of `short_conv`."""
     width = weight_CW.shape[1]
     outputs = []
     for t in range(len(x_SBC)):
-        u_BC = torch.zeros_like(x_SBC[0])
+        u_BC = torch.zeros_like(x_SBC[0]) if bias_C is None else bias_C.expand_as(x_SBC[0])
         for d in range(width):
             if t - d >= 0:
                 x_BC = x_SBC[t - d]
@@ -54,7 +58,7 @@ def _same_document(documents_BS: Tensor | None, distance: int, length: int) -> T
     return (documents_SB1 == before)[len(documents_SB1) - length :]
 
 
-def _convolve(x_TBC: Tensor, weight_CW: Tensor, documents_BS: Tensor | None) -> Tensor:
+def _convolve(x_TBC: Tensor, weight_CW: Tensor, documents_BS: Tensor | None, bias_C: Tensor | None) -> Tensor:
     """Return u [S, B, C] of x, which starts with W - 1 earlier tokens."""
     width = weight_CW.shape[1]
     length = len(x_TBC) - width + 1
@@ -63,6 +67,8 @@ def _convolve(x_TBC: Tensor, weight_CW: Tensor, documents_BS: Tensor | None) -> 
         term = x_TBC[width - 1 - d : len(x_TBC) - d] * weight_CW[:, width - 1 - d]
         same = _same_document(documents_BS, d, length)
         u_SBC += term if same is None else term.where(same, 0.0)
+    if bias_C is not None:
+        u_SBC += bias_C.to(u_SBC.dtype)
     return u_SBC
 
 
@@ -77,19 +83,24 @@ def _with_earlier(x_SBC: Tensor, earlier_TBC: Tensor | None, width: int) -> Tens
 class _ShortConv(Function):
     @staticmethod
     def forward(
-        ctx: Any, x_SBC: Tensor, weight_CW: Tensor, documents_BS: Tensor | None, earlier_TBC: Tensor | None
+        ctx: Any,
+        x_SBC: Tensor,
+        weight_CW: Tensor,
+        documents_BS: Tensor | None,
+        earlier_TBC: Tensor | None,
+        bias_C: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(x_SBC, weight_CW, documents_BS, earlier_TBC)
+        ctx.save_for_backward(x_SBC, weight_CW, documents_BS, earlier_TBC, bias_C)
         x_TBC = _with_earlier(x_SBC, earlier_TBC, weight_CW.shape[1])
-        return F.silu(_convolve(x_TBC, weight_CW.to(x_TBC.dtype), documents_BS)).to(x_SBC.dtype)
+        return F.silu(_convolve(x_TBC, weight_CW.to(x_TBC.dtype), documents_BS, bias_C)).to(x_SBC.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy_SBC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x_SBC, weight_CW, documents_BS, earlier_TBC = ctx.saved_tensors
+        x_SBC, weight_CW, documents_BS, earlier_TBC, bias_C = ctx.saved_tensors
         width, length = weight_CW.shape[1], len(x_SBC)
         x_TBC = _with_earlier(x_SBC, earlier_TBC, width)
         w = weight_CW.to(x_TBC.dtype)
-        u_SBC = _convolve(x_TBC, w, documents_BS)
+        u_SBC = _convolve(x_TBC, w, documents_BS, bias_C)
         sigmoid = u_SBC.sigmoid()
         du_SBC = dy_SBC.to(u_SBC.dtype) * sigmoid * (1 + u_SBC * (1 - sigmoid))
         dx_TBC = torch.zeros_like(x_TBC)
@@ -101,11 +112,16 @@ class _ShortConv(Function):
             dx_TBC[span] += du * w[:, width - 1 - d]
             dw_CW[:, width - 1 - d] = (du * x_TBC[span]).sum((0, 1))
         dearlier = None if earlier_TBC is None else dx_TBC[: width - 1].to(earlier_TBC.dtype)
-        return dx_TBC[width - 1 :].to(x_SBC.dtype), dw_CW.to(weight_CW.dtype), None, dearlier
+        dbias = None if bias_C is None else du_SBC.sum((0, 1)).to(bias_C.dtype)
+        return dx_TBC[width - 1 :].to(x_SBC.dtype), dw_CW.to(weight_CW.dtype), None, dearlier, dbias
 
 
 def short_conv(
-    x_SBC: Tensor, weight_CW: Tensor, documents_BS: Tensor | None = None, earlier_TBC: Tensor | None = None
+    x_SBC: Tensor,
+    weight_CW: Tensor,
+    documents_BS: Tensor | None = None,
+    earlier_TBC: Tensor | None = None,
+    bias_C: Tensor | None = None,
 ) -> Tensor:
     """Return silu(conv(x)) in the dtype of x.
 
@@ -115,5 +131,6 @@ def short_conv(
         documents_BS: A number for each token that differs between documents; with `earlier_TBC`, for these and the S
             tokens, [B, W - 1 + S]. None: each sample is one document.
         earlier_TBC: The W - 1 tokens before the first one; None: zeros.
+        bias_C: The bias c of each channel; None: zeros.
     """
-    return _ShortConv.apply(x_SBC, weight_CW, documents_BS, earlier_TBC)  # type: ignore[return-value]
+    return _ShortConv.apply(x_SBC, weight_CW, documents_BS, earlier_TBC, bias_C)  # type: ignore[return-value]

@@ -11,7 +11,8 @@ affine map, S' = A S + U (kernels/delta_rule.py), which a rank computes before i
 Nothing else is exchanged but the last W - 1 inputs of each chunk for the convolution. Bytes that a rank receives per
 layer and micro-batch, with m ranges per rank, in forward and again in backward: (cp - 1) m B H K (K + V) 4. They are
 freed with the layer. Saved are A and the initial state of the rank's own ranges, m B H K (K + V) 4 bytes. Their matmuls
-are about as many as those of the recurrence itself, once in forward and once in backward.
+are about as many as those of the recurrence itself, once in forward and once in backward. Without a correction
+(Mamba-2), A is diagonal, and has one column in place of K.
 """
 
 from typing import Any
@@ -24,6 +25,8 @@ from torch.autograd import Function
 from megalite.kernels.delta_rule import (
     Recurrence,
     RecurrenceInputs,
+    apply_map,
+    map_columns,
     recurrence_backward,
     recurrence_forward,
     recurrence_map,
@@ -139,22 +142,22 @@ class _Ranges:
         padded = maps + [torch.zeros_like(maps[0])] * (self.max_per_rank - len(maps))
         return start_all_gather(torch.stack(padded), self.cp).wait().unflatten(0, (self.cp.size, -1))
 
-    def compose(self, maps: list[Tensor], inverse: bool) -> list[Tensor]:
+    def compose(self, maps: list[Tensor], columns: int, inverse: bool) -> list[Tensor]:
         """Return the state before each of the rank's ranges, or with `inverse` the gradient of the state after it.
 
-        `maps` are [A | U] with S' = A S + U, or with `inverse` [A | U] with dS = A^T dS' + U. Collective over cp.
+        `maps` are [A | U] with S' = A S + U, or with `inverse` [A | U] with dS = A^T dS' + U, where A has `columns`
+        columns. One column is the diagonal of A. Collective over cp.
         """
-        K = maps[0].shape[-2]
         gathered = self.all_gather(maps)
-        state = torch.zeros_like(maps[0][..., K:])
+        state = torch.zeros_like(maps[0][..., columns:])
         states: dict[int, Tensor] = {}
         for rank, i in reversed(self.all) if inverse else self.all:
             if rank == self.cp.rank:
                 states[i] = state
                 if len(states) == len(self.own):
                     break
-            A, U = gathered[rank, i].split([K, state.shape[-1]], -1)
-            state = (A.mT if inverse else A) @ state + U
+            A, U = gathered[rank, i].split([columns, state.shape[-1]], -1)
+            state = apply_map(A.mT if inverse and columns > 1 else A, U, state)
         return [states[i] for i in range(len(self.own))]
 
 
@@ -163,9 +166,9 @@ class _ContextParallelDeltaRule(Function):
     def forward(ctx: Any, recurrences: list[Recurrence], ranges: _Ranges, *inputs: Tensor | None) -> Tensor:
         parts = [RecurrenceInputs(*inputs).tokens(span) for span in ranges.tokens()]  # type: ignore[arg-type]
         maps = [recurrence_map(*part) for part in zip(parts, recurrences, strict=True)]
-        initial_states = ranges.compose(maps, inverse=False)
-        K = maps[0].shape[-2]
-        own_products = torch.stack([x[..., :K] for x in maps])
+        columns = map_columns(parts[0])
+        initial_states = ranges.compose(maps, columns, inverse=False)
+        own_products = torch.stack([x[..., :columns] for x in maps])
         del maps
         outputs, group_states = [], []
         for part, recurrence, state in zip(parts, recurrences, initial_states, strict=True):
@@ -187,7 +190,7 @@ class _ContextParallelDeltaRule(Function):
             torch.cat([A, recurrence_state_grad(*part, do_SBHV[span])], -1)
             for A, part, span in zip(own_products, parts, spans, strict=True)
         ]
-        dstates = ranges.compose(maps, inverse=True)
+        dstates = ranges.compose(maps, own_products.shape[-1], inverse=True)
         del maps
         grads = [
             recurrence_backward(*part, states, do_SBHV[span], dstate)[0]

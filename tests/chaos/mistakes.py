@@ -22,7 +22,7 @@ from megalite.data.datasets.batches import Batches, MicroBatch
 from megalite.kernels.delta_rule import Recurrence
 from megalite.models import gpt
 from megalite.models.gpt import Stage
-from megalite.nn import context_parallel, gated_delta_net, linear, moe, recurrent_context_parallel
+from megalite.nn import context_parallel, linear, moe, recurrent_context_parallel, recurrent_mixer
 from megalite.nn.attention import Attention
 from megalite.nn.context_parallel import ContextParallelAttention
 from megalite.nn.embedding import Embedding
@@ -444,7 +444,7 @@ def state_crosses_the_borders_of_documents(_: Any, recurrence: Recurrence, *args
 
 
 @mistake(
-    gated_delta_net,
+    recurrent_mixer,
     "earlier_tokens",
     flags=f"{DELTA} {CP}",
     first={"kind": "forward", "step": 1, "name": "layers.0.gated_delta_net", "layer": 0},

@@ -179,15 +179,19 @@ def test_only_states_of_groups_are_saved() -> None:
     width=st.integers(1, 5),
     has_documents=st.booleans(),
     has_earlier=st.booleans(),
+    has_bias=st.booleans(),
 )
 def test_short_conv_equals_the_definition(
-    lengths: list[int], width: int, has_documents: bool, has_earlier: bool
+    lengths: list[int], width: int, has_documents: bool, has_earlier: bool, has_bias: bool
 ) -> None:
     """Documents also end among the tokens before the first one."""
     C, S = 3, sum(lengths)
     documents_BS = _documents(lengths) if has_documents else None
     x_SBC, weight_CW = (_random(*shape, seed=8).requires_grad_() for shape in ((S, B, C), (C, width)))
-    differentiated, earlier_TBC = [x_SBC, weight_CW], None
+    differentiated, earlier_TBC, bias_C = [x_SBC, weight_CW], None, None
+    if has_bias:
+        bias_C = _random(C, seed=17).requires_grad_()
+        differentiated.append(bias_C)
     if has_earlier:
         earlier_TBC = _random(width - 1, B, C, seed=9).requires_grad_()
         if width > 1:
@@ -196,7 +200,7 @@ def test_short_conv_equals_the_definition(
             before = torch.stack([torch.zeros(width - 1), torch.arange(width - 1) - width]).long()
             documents_BS = torch.cat([before, documents_BS], 1)
     actual, expected = (
-        function(x_SBC, weight_CW, documents_BS, earlier_TBC) for function in (short_conv, short_conv_reference)
+        function(x_SBC, weight_CW, documents_BS, earlier_TBC, bias_C) for function in (short_conv, short_conv_reference)
     )
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     dy = _random(*actual.shape, seed=10)
@@ -215,11 +219,14 @@ def test_short_conv_of_another_document_changes_no_bit() -> None:
     assert torch.equal(before[:5], after[:5]) and torch.equal(before[11:], after[11:])
 
 
-def test_gated_norm_equals_the_definition() -> None:
+@pytest.mark.parametrize("gate_first,weight_shape", [(False, (V,)), (True, (V,)), (True, (H, V))])
+def test_gated_norm_equals_the_definition(gate_first: bool, weight_shape: tuple[int, ...]) -> None:
     o, z = (_random(7, B, H, V, seed=seed).requires_grad_() for seed in (13, 14))
-    weight = _random(V, seed=15).requires_grad_()
-    expected = F.rms_norm(o, (V,), weight, 1e-5) * z * torch.sigmoid(z)
-    actual = gated_norm(o, z, weight, 1e-5)
+    weight = _random(*weight_shape, seed=15).requires_grad_()
+    gate = z * torch.sigmoid(z)
+    expected = F.rms_norm(o * gate, (V,), None, 1e-5) if gate_first else F.rms_norm(o, (V,), None, 1e-5) * gate
+    expected = expected * weight
+    actual = gated_norm(o, z, weight, 1e-5, gate_first)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     dy = _random(*o.shape, seed=16)
     for grad, expected_grad in zip(

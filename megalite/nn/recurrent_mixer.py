@@ -1,0 +1,131 @@
+"""What recurrent mixers share: projections, a short convolution, a recurrence over tokens, a gated norm.
+
+    x_sBD --gather--> convolved channels, gates, z -> convolution and SiLU -> recurrence -> o
+    o, z -> gated norm @ W --scatter--> y_sBD
+
+A mixer is a subclass with its parameters and the inputs of its recurrence (kernels/delta_rule.py). Context parallelism
+exchanges affine maps of states (recurrent_context_parallel.py). Generation keeps the state and the last W - 1 inputs
+of the convolution, whatever the number of tokens.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megalite.kernels.delta_rule import Recurrence, RecurrenceInputs, delta_rule
+from megalite.kernels.short_conv import short_conv
+from megalite.nn.linear import column_parallel_linear, row_parallel_linear
+from megalite.nn.micro_batch import Batch, ForwardContext, MixerCache
+from megalite.nn.parameter import shapes
+from megalite.nn.recompute import checkpoint_without_output, recompute
+from megalite.nn.recurrent_context_parallel import context_parallel_delta_rule, documents_of_range, earlier_tokens
+from megalite.parallel.mesh import Mesh
+
+DECAY_RATES = (1.0, 16.0)  # the range of initial decay rates exp(A_log), as in Megatron-LM
+
+
+class RecurrentMixer(nn.Module):
+    """A recurrence of one layer.
+
+    recurrence      scale of queries and their norm; its documents are not read
+    recompute_core  recompute convolution, gates and recurrence in backward
+    out             the row-parallel weight [D, f], which the subclass creates
+    """
+
+    out: nn.Parameter
+
+    def __init__(self, mesh: Mesh, layer: int, recurrence: Recurrence, recompute_core: bool):
+        super().__init__()
+        self.tp, self.cp = mesh.tp, mesh.cp
+        self.layer = layer
+        self.recurrence = recurrence
+        self.recompute_core = recompute_core
+
+    def extra_repr(self) -> str:
+        return shapes(self)
+
+    def projections(self) -> list[Tensor]:
+        """Return the column-parallel weights: of the convolved channels, in their order, of z and of the gates."""
+        raise NotImplementedError
+
+    def taps(self) -> tuple[Tensor, Tensor | None]:
+        """Return the taps [C, W] of this rank's convolved channels and their biases [C]; None: they have none."""
+        raise NotImplementedError
+
+    def recurrence_inputs(self, convolved_SBf: Tensor, gates_SBf: Tensor) -> RecurrenceInputs:
+        """Return the inputs of the recurrence, given the channels after the convolution and the gates."""
+        raise NotImplementedError
+
+    def add_skip(self, o_SBhV: Tensor, convolved_SBf: Tensor) -> Tensor:
+        """Return the output of the recurrence plus what passes by it: nothing."""
+        return o_SBhV
+
+    def gated_norm(self, o_SBhV: Tensor, z_SBf: Tensor) -> Tensor:
+        """Return the input [S, B, f] of the last projection."""
+        raise NotImplementedError
+
+    def forward(self, x_sBD: Tensor, batch: Batch, ctx: ForwardContext) -> Tensor:
+        """Return y_sBD, the output of the layer before the residual is added."""
+        *convolved, z_SBf, gates_SBf = column_parallel_linear(x_sBD, self.projections(), self.tp, ctx.wgrad_store)
+        conv_input_SBf = torch.cat(convolved, -1)
+        if ctx.cache is not None:
+            core = partial(self._cached_core, cache=ctx.cache)
+        else:
+            core = partial(self._core, batch=batch)
+        recomputed = self.recompute_core and self.training
+        o_SBhV = recompute(core, conv_input_SBf, gates_SBf) if recomputed else core(conv_input_SBf, gates_SBf)
+        gated = partial(self.gated_norm, o_SBhV, z_SBf)
+        return checkpoint_without_output(
+            gated, partial(row_parallel_linear, weight_Df=self.out, tp=self.tp, wgrad_store=ctx.wgrad_store)
+        )
+
+    def _core(self, conv_input_SBf: Tensor, gates_SBf: Tensor, *, batch: Batch) -> Tensor:
+        """Return o_SBhV of complete samples, or of this rank's part of samples that are sharded over cp."""
+        document_start = None if batch.documents is None else batch.documents.document_start_BS
+        taps, bias = self.taps()
+        if batch.cp_sharding is None:
+            convolved_SBf = short_conv(conv_input_SBf, taps, document_start, bias_C=bias)
+            recurrence = replace(self.recurrence, documents_BS=document_start)
+            o_SBhV, _ = delta_rule(self.recurrence_inputs(convolved_SBf, gates_SBf), recurrence)
+            return self.add_skip(o_SBhV, convolved_SBf)
+        width = taps.shape[1] - 1
+        ranges = batch.cp_sharding.contiguous_ranges(self.cp.rank)
+        earlier = earlier_tokens(conv_input_SBf, width, self.cp, batch.cp_sharding)
+        parts = conv_input_SBf.split([len(positions) for positions in ranges])
+        outputs = [
+            short_conv(part, taps, documents_of_range(document_start, positions, width), earlier_TBC, bias)
+            for part, positions, earlier_TBC in zip(parts, ranges, earlier, strict=True)
+        ]
+        convolved_SBf = torch.cat(outputs)
+        inputs = self.recurrence_inputs(convolved_SBf, gates_SBf)
+        o_SBhV = context_parallel_delta_rule(inputs, self.recurrence, document_start, self.cp, batch.cp_sharding)
+        return self.add_skip(o_SBhV, convolved_SBf)
+
+    def _cached_core(self, conv_input_SBf: Tensor, gates_SBf: Tensor, *, cache: MixerCache) -> Tensor:
+        """Return o_SBhV of new tokens, and replace the layer's state and last inputs by those after them.
+
+        Padding after the new tokens of a sample has no decay, no correction and no value, so it leaves the state as it
+        is.
+        """
+        S, B, f = conv_input_SBf.shape
+        taps, bias = self.taps()
+        width = taps.shape[1] - 1
+        if self.layer in cache.states:
+            state, earlier = cache.states[self.layer]
+        else:
+            state, earlier = None, conv_input_SBf.new_zeros(width, B, f)
+        convolved_SBf = short_conv(conv_input_SBf, taps, None, earlier, bias)
+        inputs = self.recurrence_inputs(convolved_SBf, gates_SBf)
+        is_new_SB1 = (torch.arange(S, device=conv_input_SBf.device)[:, None] < cache.num_new_B).unsqueeze(-1)
+        inputs = inputs._replace(
+            log_decay=inputs.log_decay.where(is_new_SB1, 0.0),
+            v=inputs.v.where(is_new_SB1.unsqueeze(-1), 0.0),
+            beta=None if inputs.beta is None else inputs.beta.where(is_new_SB1, 0.0),
+        )
+        o_SBhV, state = delta_rule(inputs, self.recurrence, state)
+        seen = torch.cat([earlier, conv_input_SBf])
+        last_TB = cache.num_new_B + torch.arange(width, device=conv_input_SBf.device)[:, None]
+        cache.states[self.layer] = state, seen[last_TB, torch.arange(B, device=conv_input_SBf.device)]
+        return self.add_skip(o_SBhV, convolved_SBf)
