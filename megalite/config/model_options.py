@@ -215,9 +215,9 @@ class ModelConfig:
         may_look_like_flag=True,
         aliases=("--hybrid-override-pattern",),
         help=(
-            "layers as a letter for each part: * attention, + multi-latent attention, G gated delta net, - MLP, E "
-            "experts, | a pipeline border, / the start of a depth of multi-token prediction; a mixer and the MLP or "
-            "experts after it are one layer, as in *-*E"
+            "layers as a letter for each part: * attention, + multi-latent attention, G gated delta net, M Mamba-2, "
+            "- MLP, E experts, | a pipeline border, / the start of a depth of multi-token prediction; a mixer and the "
+            "MLP or experts after it are one layer, as in *-*E"
         ),
     )
     num_experts: int | None = model(
@@ -376,6 +376,17 @@ class ModelConfig:
             "--moe-router-group-topk"
         ),
     )
+    mamba_state_dim: int = model(
+        128, exclusive_min=0, help="Mamba-2: numbers N of the state of a channel, and of a group in B and C"
+    )
+    mamba_head_dim: int = model(64, exclusive_min=0, help="Mamba-2: channels P of a head")
+    mamba_num_groups: int = model(8, exclusive_min=0, help="Mamba-2: number of groups of heads that share B and C")
+    mamba_num_heads: int | None = model(
+        None,
+        exclusive_min=0,
+        effective_property="mamba_heads",
+        help="Mamba-2: number of heads, a multiple of the groups; default: 2 * --hidden-size / --mamba-head-dim",
+    )
 
     @property
     def head_size(self) -> int:
@@ -525,6 +536,16 @@ class ModelConfig:
         if self.hybrid_layer_pattern is not None:
             return "G" in self.hybrid_layer_pattern
         return self.experimental_attention_variant == "gated_delta_net"
+
+    @property
+    def uses_mamba2(self) -> bool:
+        """True if any layer has a Mamba-2 mixer."""
+        return "M" in (self.hybrid_layer_pattern or "")
+
+    @property
+    def mamba_heads(self) -> int:
+        """The number of heads of a Mamba-2 mixer."""
+        return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:

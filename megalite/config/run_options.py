@@ -227,7 +227,7 @@ class TrainConfig:
         ("core_attn",),
         help=(
             "modules of selective recomputation: core_attn (softmax), layernorm, mlp, moe, mla_up_proj (up-projections "
-            "of multi-latent attention), gdn (convolution and recurrence of gated delta nets)"
+            "of multi-latent attention), gdn (convolution and recurrence of gated delta nets), mamba (those of Mamba-2)"
         ),
     )
     recompute_method: str | None = execution(

@@ -23,6 +23,7 @@ from megalite.config.registry import REGISTRIES
 from megalite.nn.attention import Attention
 from megalite.nn.gated_delta_net import GatedDeltaNet
 from megalite.nn.latent_attention import LatentAttention
+from megalite.nn.mamba2 import Mamba2
 from megalite.nn.mlp import MLP
 from megalite.nn.moe import MoELayer
 from megalite.nn.parameter import ParamFactory, spec_of
@@ -52,6 +53,13 @@ def build_gated_delta_net(
 ) -> GatedDeltaNet:
     """Return the gated delta net of a layer."""
     return GatedDeltaNet(make_param, name, model, layer, spec, "gdn" in recomputed)
+
+
+def build_mamba2(
+    make_param: ParamFactory, name: str, model: ModelConfig, layer: int, spec: LayerSpec, recomputed: tuple[str, ...]
+) -> Mamba2:
+    """Return the Mamba-2 mixer of a layer."""
+    return Mamba2(make_param, name, model, layer, spec, "mamba" in recomputed)
 
 
 def build_mlp(

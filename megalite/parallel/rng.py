@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.mesh import Mesh
-from megalite.parallel.spec import Constant, Normal, ParamSpec, Uniform
+from megalite.parallel.spec import Constant, InverseSoftplus, Normal, ParamSpec, Uniform
 
 MIN_PARALLEL_NUMEL = 1 << 20  # elements from which on a tensor is drawn by several threads
 
@@ -37,11 +37,15 @@ def _overlapping_indices(span: range, shape: tuple[int, ...], dim: int) -> tuple
     return first % shape[dim], (last - 1) % shape[dim] + 1
 
 
-def _draw(init: Normal | Uniform, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+def _draw(init: Normal | Uniform | InverseSoftplus, shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """Return random values of a distribution, in fp32 on the CPU."""
     if isinstance(init, Normal):
         return torch.randn(*shape, generator=generator) * init.std
-    values = init.low + (init.high - init.low) * torch.rand(*shape, generator=generator)
+    uniform = torch.rand(*shape, generator=generator)
+    if isinstance(init, InverseSoftplus):
+        softplus = init.low * (init.high / init.low) ** uniform
+        return softplus + torch.log(-torch.expm1(-softplus))
+    values = init.low + (init.high - init.low) * uniform
     return values.log() if init.of_log else values
 
 

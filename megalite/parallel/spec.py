@@ -34,7 +34,15 @@ class Uniform:
     of_log: bool = False
 
 
-Init = Normal | Constant | Uniform
+@dataclass(frozen=True)
+class InverseSoftplus:
+    """Initialization with x for which softplus(x) is a number whose logarithm is uniform over [log low, log high)."""
+
+    low: float
+    high: float
+
+
+Init = Normal | Constant | Uniform | InverseSoftplus
 
 # mesh view -> the axis over which gradients are summed, and the axes along which a parameter is sharded or replicated
 MESH_VIEWS: Mapping[str, tuple[str, tuple[str, ...]]] = {"dense": ("dp_cp", ("tp",)), "expert": ("edp", ("ep", "etp"))}

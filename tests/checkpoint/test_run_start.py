@@ -256,7 +256,7 @@ OTHERS: dict[str, Any] = {
     "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0,
     "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "q_lora_rank": 8, "rope_type": "yarn",
     "mtp_num_layers": 1, "qk_norm_epsilon": 1e-6, "moe_router_group_score_topk": 2,
-    "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "4",
+    "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "4", "mamba_num_heads": 4,
 }  # fmt: skip
 
 

@@ -231,7 +231,12 @@ def test_latent_attention_equals_one_process(item: Row) -> None:
         RECURRENT_ROWS,
         COVERING_RECURRENT_ROWS,
         row_name,
-        guards=("megalite/nn/gated_delta_net.py", "megalite/nn/recurrent_context_parallel.py"),
+        guards=(
+            "megalite/nn/gated_delta_net.py",
+            "megalite/nn/mamba2.py",
+            "megalite/nn/recurrent_mixer.py",
+            "megalite/nn/recurrent_context_parallel.py",
+        ),
     ),
 )
 def test_recurrent_layers_equal_one_process(item: Row) -> None:

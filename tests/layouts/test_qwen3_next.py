@@ -27,7 +27,12 @@ FLAGS = f"""{COMMON} {expand("GDN")} --train-iters {STEPS} --lr {LR} --attention
  --apply-layernorm-1p --rotary-percent 0.5 --num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 12
  --moe-layer-freq [0,1,1,1] --moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate
  --moe-router-load-balancing-type none"""
-GUARDS = ("megalite/nn/gated_delta_net.py", "megalite/nn/recurrent_context_parallel.py", "megalite/nn/attention.py")
+GUARDS = (
+    "megalite/nn/gated_delta_net.py",
+    "megalite/nn/recurrent_mixer.py",
+    "megalite/nn/recurrent_context_parallel.py",
+    "megalite/nn/attention.py",
+)
 LAYOUTS = ["tp2", "pp2", "cp2", "ZERO3", "ep2"]
 
 NAMES = {

@@ -69,6 +69,8 @@ def shrink_model(config: Config, requested: Layout, layout: Layout, stages: Smal
         changes["cp_comm_type"] = ("allgather",)
     if model.uses_gated_delta_net:
         changes |= _shrink_gated_delta_net(model, requested, layout)
+    if model.uses_mamba2:
+        changes |= _shrink_mamba2(model, requested, layout)
     if model.num_experts:
         moe_layers = str([int(layer.has_experts) for layer in model.layers])
         if model.hybrid_layer_pattern is None:
@@ -139,6 +141,19 @@ def _shrink_gated_delta_net(model: ModelConfig, requested: Layout, layout: Layou
         "linear_key_head_dim": MIN_HEAD_SIZE,
         "linear_value_head_dim": MIN_HEAD_SIZE,
         "norm_epsilon": max(model.norm_epsilon, 0.01),
+    }
+
+
+def _shrink_mamba2(model: ModelConfig, requested: Layout, layout: Layout) -> dict[str, Any]:
+    """Return as few groups and heads as keep whether a rank has several groups, and a group several heads."""
+    groups = layout.tp if model.mamba_num_groups == requested.tp else 2 * layout.tp
+    heads_per_group = min(model.mamba_heads // model.mamba_num_groups, 2)
+    return {
+        "mamba_num_groups": groups,
+        "mamba_num_heads": groups * heads_per_group,
+        "mamba_head_dim": MIN_HEAD_SIZE,
+        "mamba_state_dim": MIN_HEAD_SIZE + 1,
+        "norm_epsilon": max(model.norm_epsilon, 0.01),  # as for gated delta nets
     }
 
 

@@ -44,6 +44,9 @@ def position_notes(config: Config) -> Iterator[Problem]:
         linear_only = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim")
         for name in options_set(config, *linear_only, "linear_num_key_heads", "linear_num_value_heads"):
             yield no_effect(shown(config, name), without="experimental_attention_variant", value="gated_delta_net")
+    if not model.uses_mamba2:
+        for name in options_set(config, "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"):
+            yield no_effect(shown(config, name), without="hybrid_layer_pattern", value="with M")
     if model.linear_attention_freq is not None and model.experimental_attention_variant is None:
         yield no_effect(
             shown(config, "linear_attention_freq"), without="experimental_attention_variant", value="gated_delta_net"

@@ -16,6 +16,7 @@ from megalite.config.options import QUICK_GEGLU_OPTIONS, Config
 from megalite.config.problems import (
     Problem,
     comma_separated,
+    divisors,
     does_not_divide,
     join_or,
     nearest_multiples,
@@ -243,6 +244,7 @@ def model_problems(config: Config) -> Iterator[Problem]:
     yield from _list_value_problems(config)
     yield from _pattern_problems(config)
     yield from _gated_delta_net_problems(config)
+    yield from _mamba2_problems(config)
     yield from _window_problems(config)
     yield from _balancing_loss_problems(config)
 
@@ -331,6 +333,26 @@ def _gated_delta_net_problems(config: Config) -> Iterator[Problem]:
         )
 
 
+def _mamba2_problems(config: Config) -> Iterator[Problem]:
+    """Yield the problems of the heads and groups of Mamba-2 mixers."""
+    model = config.model
+    if not model.uses_mamba2:
+        return
+    channels, head_dim = 2 * model.hidden_size, model.mamba_head_dim
+    if model.mamba_num_heads is None and channels % head_dim:
+        yield Problem(
+            f"mamba_head_dim={head_dim} does not divide 2 * hidden_size={channels}; use {join_or(divisors(channels))}, "
+            "or set --mamba-num-heads",
+            options=("mamba_head_dim", "hidden_size", "mamba_num_heads"),
+        )
+        return
+    tp, groups = config.parallel.tensor_model_parallel_size, model.mamba_num_groups
+    if model.mamba_heads % groups:
+        yield does_not_divide("mamba_num_groups", groups, "mamba_num_heads", model.mamba_heads)
+    if groups % tp:
+        yield does_not_divide("tensor_model_parallel_size", tp, "mamba_num_groups", groups)
+
+
 def _head_size_problems(config: Config) -> Iterator[Problem]:
     model = config.model
     heads = model.num_attention_heads
@@ -354,7 +376,11 @@ def _head_size_problems(config: Config) -> Iterator[Problem]:
 def _list_value_problems(config: Config) -> Iterator[Problem]:
     model = config.model
     has_experts = bool(model.num_experts)
-    mixer_modules = {"mla_up_proj": model.multi_latent_attention, "gdn": model.uses_gated_delta_net}
+    mixer_modules = {
+        "mla_up_proj": model.multi_latent_attention,
+        "gdn": model.uses_gated_delta_net,
+        "mamba": model.uses_mamba2,
+    }
     for name, (proposed, accepted) in LIST_VALUES.items():
         if name.startswith("moe") and not has_experts:
             continue

@@ -338,6 +338,8 @@ def _functional_options(model: ModelConfig) -> Json:
         irrelevant.add("mtp_use_repeated_layer")
     if not model.uses_gated_delta_net:
         irrelevant |= {name for name in effects if name.startswith("linear_")}
+    if not model.uses_mamba2:
+        irrelevant |= {name for name in effects if name.startswith("mamba_")}
     if not model.has_experts:
         effects |= dict.fromkeys(name for name in effects if name == "num_experts" or name.startswith("moe_"))
     return {name: effect for name, effect in effects.items() if name not in irrelevant | {"apply_layernorm_1p"}}

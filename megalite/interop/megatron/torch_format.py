@@ -447,7 +447,12 @@ def _read_hybrid_pattern(pattern: str, saved_num_layers: Any) -> dict[str, Any]:
         num_layers = num_pattern_layers(pattern)
     except ValueError as error:
         raise ValueError(f"{shown} {str(error).partition('; ')[0]}") from None
-    for letter, part in (("+", "multi-latent attention"), ("G", "a gated delta net"), ("/", "multi-token prediction")):
+    for letter, part in (
+        ("+", "multi-latent attention"),
+        ("G", "a gated delta net"),
+        ("M", "a Mamba layer"),
+        ("/", "multi-token prediction"),
+    ):
         if letter in pattern:
             raise ValueError(f"{shown} has {letter}, {part}, which is not converted")
     if plugin_letters := sorted(set(pattern) - {"*", *MLP_LETTERS}):

@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from megalite.training.monitoring.rank_consistency import machine_facts
 
 MAX_ROWS = 16  # of the memory table
 STATE_PARTS = ("weights", "gradients", "optimizer")
+RECURRENT_NAMES = {"gated_delta_net": "gated delta net", "mamba2": "Mamba-2"}
 
 
 def format_plan(
@@ -94,8 +96,10 @@ def format_plan(
             f"{model.seq_length // shape.cp:,} tokens of each sample per cp rank; "
             f"attention gathers {gathered} in {num_gathering} layers, exchanges heads in {num_a2a}"
         )
-    if num_recurrent := sum(layer.is_recurrent for layer in model.layers):
-        rows["recurrence"] = f"gated delta net in {num_recurrent} of {len(model.layers)} layers, in plain torch"
+    recurrent = Counter(RECURRENT_NAMES[layer.mixer] for layer in model.layers if layer.mixer in RECURRENT_NAMES)
+    if recurrent:
+        counts = ", ".join(f"{name} in {count}" for name, count in recurrent.items())
+        rows["recurrence"] = f"{counts} of {len(model.layers)} layers, in plain torch"
         if shape.cp > 1:
             rows["recurrence"] += "; cp ranks gather maps of states"
     if shape.has_experts:
