@@ -261,7 +261,7 @@ def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
     default_events = events(tmp_path / "tb")
     tags = ["learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "lm loss validation"]
     twins = [f"{t} vs samples" for t in tags]
-    assert set(default_events.Tags()["scalars"]) == {*tags, *twins, "iteration-time", "throughput"}
+    assert set(default_events.Tags()["scalars"]) == {*tags, *twins, "iteration-time", "throughput", "mfu"}
     for tag, value in (("lm loss", 6.5), ("lm loss validation", 7.5), ("batch-size", 256.0)):
         [event] = default_events.Scalars(tag)
         [twin] = default_events.Scalars(f"{tag} vs samples")
@@ -282,6 +282,20 @@ def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
     all_events = events(tmp_path / "all")
     assert set(all_events.Tags()["scalars"]) == {*tags, *[f"{t} vs samples" for t in tags], *single_tags}
     assert all_events.Scalars("forward-backward-time")[0].value == 0.5
+
+
+def test_hfu_and_efficiency_reach_tensorboard(tmp_path: Path) -> None:
+    """The values are those of metrics.jsonl; one that is not known has no tag and no key."""
+    values = {"gpu_utilization": 0.75, "cost_per_sample": None}
+    report = MetricsLogger(tmp_path, replace(SPEED, recomputed=1 / 3), board(tmp_path / "tb"))
+    report.log_train(METRICS | {"efficiency": values})
+    report.close()
+    written, [row] = events(tmp_path / "tb"), rows(tmp_path)
+    for tag, key in (("mfu", "perf/mfu"), ("hfu", "perf/hfu"), ("efficiency/gpu_utilization",) * 2):
+        [event] = written.Scalars(tag)
+        assert event.value == pytest.approx(row[key], rel=1e-6)
+    assert row["efficiency/gpu_utilization"] == 0.75
+    assert "efficiency/cost_per_sample" not in row | dict.fromkeys(written.Tags()["scalars"])
 
 
 def test_mfu_above_the_peak_is_explained_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

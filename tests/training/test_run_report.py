@@ -29,6 +29,7 @@ from tools.bench.breakdown import LOSSES
 
 PLANNED = "20.0% as planned with 4 micro-batches over 2 stages"
 SIZES = dict(devices=4, pp=2, chunks=1, microbatches=4, steps=9, tokens=800, total_tokens=1000)
+SIZES |= dict(samples=64, memory_utilization=0.25)
 WORK = dict(
     **SIZES, background_saves=False, flops=6e9, planned_bubble=PLANNED, price_per_gpu_hour=None, no_advice_reason=""
 )
@@ -280,6 +281,21 @@ def test_price_gives_a_cost() -> None:
     assert "per million" in lines["cost"]
     assert lines["goodput"].startswith("0.0 % of 00:00:40 in 1 process: steps that count, with their waits, ")
     assert "cost" not in summary(build_report({"forward": 30.0}, WORK, None, plan, 4))
+
+
+def test_report_has_the_efficiency_of_the_steps() -> None:
+    """Time outside of steps does not count; with a graph, forward and backward are not known."""
+    plan, work = planned("--pp", "2"), WORK | {"price_per_gpu_hour": 2.25}
+    seconds = {"start-up": 50.0, "evaluation": 10.0, "checkpoint": 4.0, "data": 2.0, "forward": 8.0, "backward": 14.0}
+    seconds |= {"communication": 4.0, "optimizer": 2.0, "other": 2.0}
+    report = build_report(seconds, work, None, plan, 4)
+    expected = dict(gpu_utilization=0.75, memory_utilization=0.25, samples_per_s=2.0, cost_per_sample=9 / 7200)
+    expected |= dict(data_time=0.0625, forward_time=0.25, backward_time=0.4375, communication_time=0.125)
+    assert report["efficiency"] == pytest.approx(expected)
+    assert "devices compute 75.0% of a step" in summary(report)["efficiency"]
+    graph = build_report({"graph": 3.0, "data": 1.0}, WORK, None, plan, 4)["efficiency"]
+    assert graph["gpu_utilization"] == 0.75 and graph["forward_time"] is graph["cost_per_sample"] is None
+    assert "efficiency" not in summary(build_report(seconds, work | {"steps": 0}, None, plan, 4))
 
 
 # ---- names in a profile

@@ -19,6 +19,7 @@ from megalite.planning import bottleneck
 from megalite.planning.bottleneck import COMMUNICATION_AXES, limiting_resource, recompute_flops
 from megalite.planning.remedies import planned_figures
 from megalite.planning.run_plan import RunPlan
+from megalite.training.logging.efficiency import efficiency
 
 LOSSES: tuple[str, ...] = ("bubble", *COMMUNICATION_AXES, "ranks", "data", "optimizer", "recompute", "kernels", "other")
 Measurement = Mapping[str, Any]  # of one run, as systems.measure returns it
@@ -61,25 +62,21 @@ def mfu_losses(shares: Mapping[str, float], mfu: float, plan: RunPlan) -> dict[s
     return None if losses["kernels"] < 0 else losses
 
 
-def efficiency(shares: Mapping[str, float], run: Measurement, price_per_hour: float | None) -> dict[str, float | None]:
+def measured_efficiency(
+    shares: Mapping[str, float], run: Measurement, price_per_hour: float | None
+) -> dict[str, float | None]:
     """Return the eight efficiency metrics of a training.
 
     `gpu_utilization` is the share of a step in which devices compute. `cost_per_sample` is in the currency of
     `price_per_hour`, the price of one device.
     """
-    samples_per_s = run["samples_per_step"] / run["step_s"]
     num_memories = run["devices"] if run["device"] != "CPU" else 1
-    cost = None if price_per_hour is None else price_per_hour * run["devices"] / 3600 / samples_per_s
-    return {
-        "gpu_utilization": shares["forward"] + shares["backward"] + shares["optimizer"],
-        "memory_utilization": run["memory"] / (num_memories * run["memory_there"]),
-        "samples_per_s": samples_per_s,
-        "cost_per_sample": cost,
-        "data_time": shares["data"],
-        "forward_time": shares["forward"],
-        "backward_time": shares["backward"],
-        "communication_time": sum(shares.get(axis, 0.0) for axis in COMMUNICATION_AXES),
-    }
+    return efficiency(
+        shares,
+        run["samples_per_step"] / run["step_s"],
+        run["memory"] / (num_memories * run["memory_there"]),
+        None if price_per_hour is None else price_per_hour * run["devices"],
+    )
 
 
 def full_breakdown(
@@ -99,7 +96,7 @@ def full_breakdown(
         "mfu": mfu,
         "lost": losses,
         "bound": asdict(bound),
-        "efficiency": efficiency(shares, run, price_per_hour),
+        "efficiency": measured_efficiency(shares, run, price_per_hour),
         "advice": advise(losses or mfu_losses(shares, 0.0, plan) or {}, run, plan),
     }
 

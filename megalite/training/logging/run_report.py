@@ -28,6 +28,8 @@ from megalite.planning import bottleneck
 from megalite.planning.bottleneck import BOTTLENECKS, oversubscription_note
 from megalite.planning.remedies import describe_bubble
 from megalite.planning.run_plan import RunPlan
+from megalite.training.logging.device_memory import memory_metrics
+from megalite.training.logging.efficiency import OUTSIDE_STEPS, describe_efficiency, efficiency, step_shares
 from megalite.training.logging.event_log import EventLog, read_jsonl, timestamp
 from megalite.training.logging.log_format import duration
 from megalite.training.logging.time_breakdown import COMPUTE, TIMED_FIRST_STEPS, TimeBreakdown
@@ -162,8 +164,19 @@ def build_report(
         "advice": advice,
         **work,
         "tokens_per_s": work["tokens"] / wall_s,
+        "efficiency": _efficiency(seconds, work),
         "run": run,
     }
+
+
+def _efficiency(seconds: Mapping[str, float], work: Mapping[str, Any]) -> dict[str, float | None] | None:
+    """Return the efficiency values of this process's steps, or None if it made no step."""
+    steps_s = sum(phase_s for phase, phase_s in seconds.items() if phase not in OUTSIDE_STEPS)
+    if not work["steps"] or not steps_s:
+        return None
+    price = work["price_per_gpu_hour"]
+    price_per_hour = None if price is None else price * work["devices"]
+    return efficiency(step_shares(seconds), work["samples"] / steps_s, work["memory_utilization"], price_per_hour)
 
 
 def summary(report: Mapping[str, Any]) -> dict[str, str]:
@@ -176,6 +189,8 @@ def summary(report: Mapping[str, Any]) -> dict[str, str]:
         "goodput": f"{format_goodput(run)}, {run['gpu_hours']:.4g} device hours",
         "bottleneck": f"{report['bottleneck'] or 'unknown'}: {report['advice']}",
     }
+    if report["efficiency"] is not None:
+        rows["efficiency"] = describe_efficiency(report["efficiency"])
     if "cost" in run:
         rows["cost"] = f"{run['cost']:.2f}"
         if run["cost_per_million_tokens"] is not None:
@@ -224,13 +239,14 @@ class RunReport:
     def work(self, seconds: Mapping[str, float], outcome: ExitCode, saver: CheckpointSaver | None) -> dict[str, Any]:
         """Return what this process has done, as fields of report.json.
 
-        `chunks` are per pipeline rank. `steps`, `tokens` and `flops` are this process's, `total_tokens` the run's.
-        `planned_bubble` describes the bubble and its remedies, "" if it is small. `no_advice_reason` says why the times
-        do not allow advice, "" if they do.
+        `chunks` are per pipeline rank. `steps`, `samples`, `tokens` and `flops` are this process's, `total_tokens` the
+        run's. `memory_utilization` is rank 0's. `planned_bubble` describes the bubble and its remedies, "" if it is
+        small. `no_advice_reason` says why the times do not allow advice, "" if they do.
         """
         run, progress, initial = self.run, self.run.progress, self._initial_progress
         tokens, steps = progress.consumed_tokens - initial.consumed_tokens, progress.step - initial.step
         samples_per_microbatch = self.config.train.micro_batch_size * run.mesh.dp.size
+        memory = memory_metrics(run.mesh)
         large_bubble = seconds.get("bubble", 0.0) >= BOTTLENECKS["bubble"].threshold * sum(seconds.values())
         return {
             "devices": run.mesh.world.size,
@@ -240,6 +256,8 @@ class RunReport:
             "background_saves": saver is not None and saver.background,
             "steps": steps,
             "tokens": tokens,
+            "samples": progress.consumed_samples - initial.consumed_samples,
+            "memory_utilization": memory["memory_gib"] / memory["memory_limit_gib"],
             "total_tokens": progress.consumed_tokens,
             "flops": tokens * self.flops_per_token,
             "price_per_gpu_hour": self.config.operations.price_per_gpu_hour,

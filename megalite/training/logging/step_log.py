@@ -9,7 +9,9 @@ from megalite.config.options import Config, effective_log_interval, effective_lo
 from megalite.parallel.comm import all_reduce_
 from megalite.training.callbacks import Callback, CallbackList, is_due
 from megalite.training.logging.device_memory import memory_line, memory_metrics, memory_tags
+from megalite.training.logging.efficiency import efficiency, step_shares
 from megalite.training.logging.metrics_logger import MetricsLogger
+from megalite.training.logging.time_breakdown import TimeBreakdown
 from megalite.training.logging.timers import Timers, log_timers
 from megalite.training.state import Run, StepResult
 from megalite.training.stop_requests import StopRequests
@@ -27,12 +29,15 @@ class StepLog(Callback):
         config: Config,
         logger: MetricsLogger,
         timers: Timers,
+        time_breakdown: TimeBreakdown,
         stops: StopRequests,
         callbacks: CallbackList,
     ) -> None:
         self._options = config.log
         self._logger = logger
         self._timers = timers
+        self._time_breakdown = time_breakdown
+        self._price_per_gpu_hour = config.operations.price_per_gpu_hour
         self._stops = stops
         self._callbacks = callbacks
         self._interval = effective_log_interval(config, run.last_step)
@@ -64,6 +69,13 @@ class StepLog(Callback):
             return
         metrics: dict[str, Any] = {"plugin_metrics": run.plugin_metrics.reduce_and_reset(), **memory_metrics(run.mesh)}
         metrics |= step_metrics(run, self._results, norm)
+        price = self._price_per_gpu_hour
+        metrics["efficiency"] = efficiency(
+            step_shares(self._time_breakdown.recent_seconds()),
+            metrics["batch_size"] / metrics["step_s"],
+            metrics["memory_gib"] / metrics["memory_limit_gib"],
+            None if price is None else price * run.mesh.world.size,
+        )
         self._results.clear()
         logger.log_train(metrics)
         self._num_lines += 1

@@ -107,15 +107,28 @@ class TimeBreakdown(Callback):
             self.recent.append(dict(spent))
         spent.pop("data", None)
         save_wait_s = spent.pop("checkpoint", 0.0)
-        if "agreement" in spent:  # the step's all-reduce over all ranks, in which they wait for the last one
-            wait_phase = "communication" if self._mesh.pp.size == 1 else "bubble"
-            spent[wait_phase] = spent.get(wait_phase, 0.0) + spent.pop("agreement")
+        self._name_agreement(spent)
         if total := sum(spent.values()):
             self._shares = {phase: seconds / total for phase, seconds in spent.items()}
         self._seconds["checkpoint"] += save_wait_s
         for phase, share in self._shares.items():
             self._seconds[phase] += share * (self._unassigned_s - save_wait_s)
         self._unassigned_s = 0.0
+
+    def _name_agreement(self, spent: dict[str, float]) -> None:
+        """Rename the time of the step's all-reduce over all ranks, in which they wait for the last one."""
+        if "agreement" in spent:
+            wait_phase = "communication" if self._mesh.pp.size == 1 else "bubble"
+            spent[wait_phase] = spent.get(wait_phase, 0.0) + spent.pop("agreement")
+
+    def recent_seconds(self) -> dict[str, float]:
+        """Return this rank's seconds by phase in the last timed steps; empty until one has been read."""
+        spent: dict[str, float] = defaultdict(float)
+        for step in self.recent:
+            for phase, seconds in step.items():
+                spent[phase] += seconds
+        self._name_agreement(spent)
+        return dict(spent)
 
     def average_over_ranks(self) -> None:
         """Replace the seconds by their mean over all ranks; collective, to be called once, after the last step."""
