@@ -3,6 +3,8 @@
 PIP_EXTRAS = {  # package -> the extra in pyproject.toml that installs it
     "tensorboard": "tensorboard",
     "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
     "matplotlib": "plots",
     "transformers": "all",
     "pyyaml": "translate",

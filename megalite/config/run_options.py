@@ -600,7 +600,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Log lines, timers, TensorBoard and Weights & Biases."""
+    """Log lines, timers and trackers (TensorBoard, Weights & Biases, MLflow, trackio)."""
 
     log_interval: int | None = operational(
         None, help="steps per log line; default: a fiftieth of the run, 1 to 100; Megatron-LM's style: 100"
@@ -657,6 +657,8 @@ class LogConfig:
     wandb_exp_name: str | None = operational(None, help="Weights & Biases run name")
     wandb_entity: str | None = operational(None, help="Weights & Biases user or team")
     wandb_save_dir: str | None = operational(None, help="directory of Weights & Biases' own files")
+    mlflow_experiment: str | None = operational(None, help="MLflow experiment; MLFLOW_TRACKING_URI is its server")
+    trackio_project: str | None = operational(None, help="trackio project; without a Space, on this machine")
     peak_tflops: float | None = operational(
         None, help="peak of one device for dense matrices, TFLOP/s; default: from a table, measured on cpu"
     )

@@ -28,6 +28,7 @@ from megalite.training.logging import log_format
 from megalite.training.logging.event_log import EventLog
 from megalite.training.logging.log_format import Speed, aligned_table, table
 from megalite.training.logging.metrics_logger import MetricsLogger
+from megalite.training.logging.metrics_sinks import QueuedSink
 from megalite.training.logging.status import finalize_status
 from megalite.training.logging.step_log import step_metrics
 from megalite.training.state import Progress, Run, StepResult
@@ -360,8 +361,9 @@ def test_failed_writes_never_raise(tmp_path: Path, cause: str, capsys) -> None:
         report.log_train(METRICS)
         report._log.file.close()
         report._rows.file.close()
-        report._board.close()
-        report._board = SimpleNamespace(add_scalar=raise_closed, close=raise_closed)
+        report._tag_sinks[0].close()
+        broken_sink = SimpleNamespace(name="TensorBoard", open=lambda: None, log=raise_closed, close=raise_closed)
+        report._tag_sinks = [QueuedSink(broken_sink, report.try_write)]
     log_everything(report)
     err = capsys.readouterr().err
     for name in (str(run_dir / "log.txt"), str(run_dir / "metrics.jsonl"), "TensorBoard"):
@@ -400,7 +402,7 @@ def test_summary_has_last_losses_and_warnings(tmp_path: Path, capsys: pytest.Cap
         assert re.search(pattern, text, re.MULTILINE), pattern
 
 
-@pytest.mark.parametrize("option", ["tensorboard_dir", "wandb_project"])
+@pytest.mark.parametrize("option", ["tensorboard_dir", "wandb_project", "mlflow_experiment", "trackio_project"])
 def test_missing_logging_package_is_named(tmp_path: Path, monkeypatch, option: str) -> None:
     package, find_spec = option.split("_")[0], importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))

@@ -23,7 +23,7 @@ from megalite.config import cli
 from megalite.launch.rank_info import RankInfo
 from megalite.models.families import PRESETS
 from megalite.training import trainer as loop
-from megalite.training.logging import metrics_logger as metrics
+from megalite.training.logging.metrics_sinks import TensorBoardSink
 
 LOG_FLAGS = """--log-interval 2 --log-params-norm --log-num-zeros-in-grad --log-throughput --log-progress --log-memory-interval 4
  --timing-log-level 2 --timing-log-option minmax --log-straggler --straggler-minmax-count 2 --eval-interval 2
@@ -139,7 +139,7 @@ def test_timer_flags(tmp_path: Path, option: str, pattern: str, monkeypatch) -> 
     """Replace W&B by a stub that records its calls."""
     calls: list[Any] = []
     log = lambda row, step: calls.append({"step": step, **row})  # noqa: E731
-    run = types.SimpleNamespace(log=log, finish=lambda: calls.append("finished"))
+    run = types.SimpleNamespace(id="run-1", log=log, finish=lambda: calls.append("finished"))
     wandb = types.SimpleNamespace(init=lambda **init_options: calls.append(init_options) or run, __spec__="installed")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     flags = f"--train-iters 2 --run-dir {tmp_path} --log-style megatron --peak-tflops 1e-9 --timing-log-level 1"
@@ -193,13 +193,13 @@ def test_exit_duration_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     flags = ["--train-iters", "1000000", "--save", str(tmp_path), "--exit-duration-in-mins", "0.02"]
     queue = ["--tensorboard-dir", str(tmp_path / "board"), "--tensorboard-queue-size", "7"]
     sizes: list[int] = []
-    close = metrics.MetricsLogger.close
+    close = TensorBoardSink.close
 
     def record_and_close(self: Any) -> None:
-        sizes.append(self._board.file_writer.event_writer._async_writer._byte_queue.maxsize)
+        sizes.append(self._writer.file_writer.event_writer._async_writer._byte_queue.maxsize)
         close(self)
 
-    monkeypatch.setattr(metrics.MetricsLogger, "close", record_and_close)
+    monkeypatch.setattr(TensorBoardSink, "close", record_and_close)
     assert run_command(*SMALL_RUN, *flags, *queue, "--disable-log-loss-scale-to-tensorboard") == ExitCode.REQUEUE
     assert sizes == [7]
     status = load_status(tmp_path)

@@ -139,7 +139,12 @@ def _missing_files_and_packages(config: Config) -> list[str]:
 
 def missing_packages(log: LogConfig) -> list[str]:
     """Return one line for each logging option whose package is not installed; imports no package."""
-    options = (("tensorboard_dir", log.tensorboard_dir, "tensorboard"), ("wandb_project", log.wandb_project, "wandb"))
+    options = (
+        ("tensorboard_dir", log.tensorboard_dir, "tensorboard"),
+        ("wandb_project", log.wandb_project, "wandb"),
+        ("mlflow_experiment", log.mlflow_experiment, "mlflow"),
+        ("trackio_project", log.trackio_project, "trackio"),
+    )
     return [
         missing_package_message(f"{option}={value!r}", package)
         for option, value, package in options

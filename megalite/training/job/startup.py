@@ -67,7 +67,8 @@ def open_metrics_logger(
     if log.log_progress and save is not None:
         progress_dir = directory if is_url(save) else Path(save)
         progress = ProgressLog(progress_dir, ranks.world_size, speed.flops_per_token, run.progress.consumed_tokens)
-    logger = MetricsLogger(directory, speed, log, wandb_config=non_default_options(config), progress=progress)
+    tracked_config, resumes = non_default_options(config), run.progress.step > 0
+    logger = MetricsLogger(directory, speed, log, tracked_config=tracked_config, resumes=resumes, progress=progress)
     logger.try_write(str(directory), lambda: directory.mkdir(parents=True, exist_ok=True))
     metrics_path, config_path = directory / "metrics.jsonl", directory / "run_config.toml"
     # A run that resumes at its last step repeats the final evaluations.

@@ -1,11 +1,10 @@
-"""The logs of a run: console, log.txt, metrics.jsonl, progress.txt, TensorBoard with Megatron-LM's tags, W&B.
+"""The logs of a run: console, log.txt, metrics.jsonl, progress.txt, and the trackers (metrics_sinks.py).
 
 Rank 0 writes them; other ranks have a `NullLogger`. A metric without a value is null in metrics.jsonl and absent from
 TensorBoard. A failed write (a full disk) does not end the run: it is reported once on stderr, and all are counted.
 """
 
 import datetime
-import functools
 import json
 import math
 import re
@@ -26,6 +25,7 @@ from megalite.training.datasets import NamedDataset
 from megalite.training.logging import log_format
 from megalite.training.logging.event_log import AppendOnlyFile
 from megalite.training.logging.log_format import Speed, Values, perplexity
+from megalite.training.logging.metrics_sinks import QueuedSink, row_sinks, tensorboard_sinks
 from megalite.training.state import Progress
 
 PROGRESS_S = 10.0  # between two progress lines of an evaluation
@@ -100,11 +100,13 @@ class ProgressLog:
 
 
 class MetricsLogger:
-    """The logger of rank 0: console, log.txt, metrics.jsonl, and if enabled TensorBoard, W&B and progress.txt.
+    """The logger of rank 0: console, log.txt, metrics.jsonl, and if enabled trackers and progress.txt.
 
     Args:
         log: The options, with a `log_style` other than auto; the packages that they need are installed, which
             training/job/command.py has checked.
+        tracked_config: Section -> option -> value, which trackers show with the run.
+        resumes: Whether the run continues an earlier one, also in its trackers.
     """
 
     def __init__(
@@ -113,7 +115,8 @@ class MetricsLogger:
         speed: Speed,
         log: LogConfig = LogConfig(),  # noqa: B008 (frozen)
         *,
-        wandb_config: dict[str, Any] | None = None,
+        tracked_config: dict[str, dict[str, Any]] | None = None,
+        resumes: bool = False,
         progress: ProgressLog | None = None,
     ):
         self.speed = speed
@@ -121,6 +124,7 @@ class MetricsLogger:
         self.megatron_style = log.log_style == "megatron"
         self._progress = progress
         self._failed_writes = Counter[str]()  # failed writes by log
+        self._failed_writes_lock = threading.Lock()  # trackers write in their own threads
         self._warnings = list[str]()
         self._results = dict[str, str]()  # the last losses, for the summary
         self._too_fast = False  # the note about a FLOP/s above the peak was printed
@@ -128,35 +132,19 @@ class MetricsLogger:
         self._bar: ProgressBar | None = None
         self._log = AppendOnlyFile(directory / "log.txt")
         self._rows = AppendOnlyFile(directory / "metrics.jsonl")
-        self._board = None if log.tensorboard_dir is None else self.try_write("TensorBoard", self._open_board)
-        self._wandb = None if log.wandb_project is None else self.try_write("W&B", self._open_wandb, wandb_config)
-
-    def _open_board(self) -> Any:
-        from torch.utils.tensorboard import SummaryWriter
-
-        default_hook = threading.excepthook
-
-        def excepthook(args: Any) -> None:
-            # An error in TensorBoard's thread is raised again by the next write, so its traceback is not printed.
-            if type(args.thread).__name__ != "_AsyncWriterThread":
-                default_hook(args)
-
-        threading.excepthook = excepthook
-        return SummaryWriter(self.log.tensorboard_dir, max_queue=self.log.tensorboard_queue_size)
-
-    def _open_wandb(self, config: dict[str, Any] | None) -> Any:
-        import wandb  # type: ignore[import-not-found]
-
-        names = dict(project=self.log.wandb_project, name=self.log.wandb_exp_name, entity=self.log.wandb_entity)
-        return wandb.init(**names, dir=self.log.wandb_save_dir, config=config)
+        rows = row_sinks(log, directory, tracked_config or {}, resumes)
+        self._tag_sinks = [QueuedSink(sink, self.try_write) for sink in tensorboard_sinks(log)]
+        self._row_sinks = [QueuedSink(sink, self.try_write) for sink in rows]
 
     def try_write(self, log_name: str, call: Callable[..., Any], *args: Any) -> Any:
         """Return `call(*args)`, or None if it raises; failures are counted, and the first of each log is reported."""
         try:
             return call(*args)
-        except Exception as error:  # TensorBoard and W&B raise errors of many types
-            self._failed_writes[log_name] += 1
-            if self._failed_writes[log_name] == 1:
+        except Exception as error:  # trackers raise errors of many types
+            with self._failed_writes_lock:
+                self._failed_writes[log_name] += 1
+                is_first = self._failed_writes[log_name] == 1
+            if is_first:
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
                 print_err(f"WARNING: {log_name}: {reason}; training continues, and lost writes are counted")
             return None
@@ -306,32 +294,28 @@ class MetricsLogger:
 
     def _write_scalars(self, tags: dict[str, Any], step: int, samples: int | None = None) -> None:
         """Write values by tag to TensorBoard; with `samples` also "TAG vs samples"."""
-        if self._board is None:
-            return
-        for tag, value in tags.items():
-            if value is not None:
-                self.try_write("TensorBoard", self._board.add_scalar, tag, value, step)
-                if samples is not None:
-                    self.try_write("TensorBoard", self._board.add_scalar, f"{tag} vs samples", value, samples)
+        values = {tag: value for tag, value in tags.items() if value is not None}
+        for sink in self._tag_sinks if values else ():
+            sink.log(values, step)
+            if samples is not None:
+                sink.log({f"{tag} vs samples": value for tag, value in values.items()}, samples)
 
     def _write_row(self, step: int, tokens: int, values: dict[str, Any]) -> None:
-        """Write a row to metrics.jsonl and W&B; a value that is not finite becomes null, because JSON has no nan."""
+        """Write a row to metrics.jsonl and trackers; values that are not finite become null: JSON has no nan."""
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in values.items()
         }
         row = json.dumps({"step": step, "tokens": tokens, **finite})
         self.try_write(str(self._rows.path), self._rows.write, row)
-        if self._wandb is not None:
-            numbers = {key: value for key, value in finite.items() if value is not None and not isinstance(value, list)}
-            self.try_write("W&B", functools.partial(self._wandb.log, {"tokens": tokens, **numbers}, step=step))
+        numbers = {key: value for key, value in finite.items() if value is not None and not isinstance(value, list)}
+        for sink in self._row_sinks:
+            sink.log({"tokens": tokens, **numbers}, step)
 
     def close(self) -> None:
         """Close all logs and report how many writes failed."""
-        if self._board is not None:
-            self.try_write("TensorBoard", self._board.close)
-        if self._wandb is not None:
-            self.try_write("W&B", self._wandb.finish)
+        for sink in (*self._tag_sinks, *self._row_sinks):
+            sink.close()
         for file in (self._log, self._rows):
             self.try_write(str(file.path), file.close)
         for log_name, times in self._failed_writes.items():

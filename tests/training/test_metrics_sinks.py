@@ -1,0 +1,227 @@
+"""Trackers neither delay nor end a run, and a resumed run continues its runs in them.
+
+The packages are replaced by modules that record what they receive.
+"""
+
+import sys
+import threading
+import time
+import types
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from program_runs import load_json_lines
+from train_cases import SMALL_RUN, config_from, pretrain
+
+from megalite.common.exit_codes import ExitCode
+from megalite.config.options import LogConfig
+from megalite.training.logging.log_format import Speed
+from megalite.training.logging.metrics_logger import MetricsLogger
+from megalite.training.logging.metrics_sinks import MLFLOW_PARAM_CHARACTERS, QueuedSink, RunIdFile
+
+
+class RecordingSink:
+    """A sink that keeps what it receives, and blocks or raises on request."""
+
+    name = "tracker"
+
+    def __init__(self, fails_to: str = "") -> None:
+        self.fails_to = fails_to
+        self.released = threading.Event()
+        self.released.set()
+        self.steps: list[int] = []
+        self.is_closed = False
+
+    def _act(self, method: str) -> None:
+        self.released.wait(60)
+        if self.fails_to == method:
+            raise ConnectionError("the network is down")
+
+    def open(self) -> None:
+        self._act("open")
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._act("log")
+        self.steps.append(step)
+
+    def close(self) -> None:
+        self._act("close")
+        self.is_closed = True
+
+
+@pytest.fixture
+def logger(tmp_path: Path) -> MetricsLogger:
+    return MetricsLogger(tmp_path, Speed(1.0, 1, None), LogConfig(log_style="megalite"))
+
+
+def test_sink_gets_everything_in_order(logger: MetricsLogger, capsys: pytest.CaptureFixture[str]) -> None:
+    sink = RecordingSink()
+    logger._row_sinks = [QueuedSink(sink, logger.try_write)]
+    for step in range(100):
+        logger._write_row(step, 0, {"train/loss": 1.0})
+    logger.close()
+    assert sink.steps == [*range(100)] and sink.is_closed and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("fails_to", "lost"), [("open", 4), ("log", 3), ("close", 1)])
+def test_broken_sink_is_reported_once_and_counted(
+    fails_to: str, lost: int, logger: MetricsLogger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger._row_sinks = [QueuedSink(RecordingSink(fails_to), logger.try_write)]
+    for step in range(3):
+        logger._write_row(step, 0, {})
+    logger.close()
+    first, count = capsys.readouterr().err.splitlines()
+    assert first == "WARNING: tracker: the network is down; training continues, and lost writes are counted"
+    assert count == f"WARNING: tracker: {lost} write{'s' if lost > 1 else ''} failed"
+    assert [row["step"] for row in load_json_lines(logger._rows.path)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("max_pending", [5, 1000])
+def test_blocked_sink_never_delays_the_training(
+    max_pending: int, logger: MetricsLogger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The sink never answers: 5 entries wait, the others are dropped; at the end all of them are lost."""
+    sink = RecordingSink()
+    sink.released.clear()
+    logger._row_sinks = [QueuedSink(sink, logger.try_write, max_pending, close_timeout_s=0.3)]
+    start = time.monotonic()
+    for step in range(100):
+        logger._write_row(step, 0, {})
+    logged_s = time.monotonic() - start
+    logger.close()
+    closed_s = time.monotonic() - start
+    sink.released.set()
+    err = capsys.readouterr().err
+    assert logged_s < 5 and 0.3 <= closed_s < logged_s + 5 and not sink.steps
+    assert len(load_json_lines(logger._rows.path)) == 100
+    reason = "5 writes wait for it" if max_pending == 5 else "not finished 0.3 s after the end of the run"
+    assert reason in err and f"WARNING: tracker: {100 if max_pending == 5 else 101} writes failed" in err
+
+
+class FakeTrackers:
+    """W&B, MLflow and trackio as modules that keep runs by id, as their servers do."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: dict[str, list[dict[str, Any]]] = defaultdict(list)  # run -> rows
+        self.params: dict[str, Any] = {}
+        self.status: dict[str, str] = {}
+        self.threads: set[threading.Thread] = set()
+        self.down = False
+        self._num_runs = 0
+        self._experiments: dict[str, str] = {}
+        namespace = types.SimpleNamespace
+        entities = namespace(
+            Metric=lambda key, value, timestamp, step: namespace(key=key, value=value, time=timestamp, step=step),
+            Param=lambda key, value: (key, value),
+        )
+        modules = {
+            "wandb": namespace(init=self._start_wandb),
+            "mlflow": namespace(MlflowClient=lambda: self, entities=entities),
+            "mlflow.entities": entities,
+            "trackio": namespace(init=self._start_trackio),
+        }
+        for name, module in modules.items():
+            module.__spec__ = "installed"
+            monkeypatch.setitem(sys.modules, name, module)
+
+    def _new_id(self, tracker: str) -> str:
+        self.threads.add(threading.current_thread())
+        if self.down:
+            raise ConnectionError(f"{tracker} cannot be reached")
+        self._num_runs += 1
+        return f"{tracker}-{self._num_runs}"
+
+    def _run(self, run_id: str) -> Any:
+        self.status[run_id] = "RUNNING"
+        return types.SimpleNamespace(
+            id=run_id,
+            name=run_id,
+            log=lambda row, step: self.rows[run_id].append({"step": step, **row}),
+            finish=lambda: self.status.update({run_id: "FINISHED"}),
+        )
+
+    def _start_wandb(self, id: str | None = None, resume: str | None = None, **_: Any) -> Any:  # noqa: A002
+        assert (id is None) is (resume is None)
+        return self._run(id or self._new_id("wandb"))
+
+    def _start_trackio(self, project: str, name: str, resume: str, config: dict[str, Any]) -> Any:
+        assert project == "mine" and config["train"]["train_iters"] > 0
+        if resume == "allow" and name in self.rows:
+            return self._run(name)
+        return self._run(self._new_id("trackio") + f"-{name}")
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        experiment_id = self._experiments.get(name)
+        return experiment_id and types.SimpleNamespace(experiment_id=experiment_id)
+
+    def create_experiment(self, name: str) -> str:
+        assert name not in self._experiments  # a second one is refused
+        return self._experiments.setdefault(name, "7")
+
+    def create_run(self, experiment_id: str, run_name: str) -> Any:
+        assert experiment_id == "7"
+        return types.SimpleNamespace(info=self._run_info(self._new_id("mlflow")))
+
+    def _run_info(self, run_id: str) -> Any:
+        self.status[run_id] = "RUNNING"
+        return types.SimpleNamespace(run_id=run_id)
+
+    def update_run(self, run_id: str, status: str) -> None:
+        self.status[run_id] = status
+
+    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+        assert self.status[run_id] == "RUNNING" and len(params) <= 100
+        self.params.update(params)
+        if metrics:
+            assert all(abs(metric.time / 1000 - time.time()) < 60 for metric in metrics)
+            self.rows[run_id].append({"step": metrics[0].step, **{metric.key: metric.value for metric in metrics}})
+
+    def set_terminated(self, run_id: str) -> None:
+        self.status[run_id] = "FINISHED"
+
+
+def train(run_dir: Path, steps: int) -> int:
+    flags = f"--train-iters {steps} --lr-decay-iters 4 --save {run_dir} --load {run_dir} --wandb-project mine"
+    flags += " --mlflow-experiment mine --trackio-project mine"
+    return pretrain(config_from([*SMALL_RUN, *flags.split()]))
+
+
+def test_resumed_run_continues_the_runs_of_its_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trackers = FakeTrackers(monkeypatch)
+    run_dir = tmp_path / "first"
+    for steps in (2, 4):
+        assert train(run_dir, steps) == ExitCode.DONE
+    assert sorted(run_id.split("-")[0] for run_id in trackers.rows) == ["mlflow", "trackio", "wandb"]
+    assert set(trackers.status.values()) == {"FINISHED"} and threading.main_thread() not in trackers.threads
+    assert [run_id.endswith("-first") for run_id in trackers.rows if run_id.startswith("trackio")] == [True]
+    for rows in trackers.rows.values():
+        training = [row for row in rows if "train/loss" in row]
+        assert [row["step"] for row in training] == [1, 2, 3, 4]
+        written = [row for row in load_json_lines(run_dir / "metrics.jsonl") if "train/loss" in row]
+        assert [row["train/loss"] for row in training[2:]] == [row["train/loss"] for row in written[-2:]]
+    assert trackers.params["train.train_iters"] == "2"  # of the first process
+    assert all(len(value) <= MLFLOW_PARAM_CHARACTERS for value in trackers.params.values())
+    assert train(tmp_path / "second", 1) == ExitCode.DONE
+    assert len(trackers.rows) == 6
+
+
+def test_tracker_is_kept_if_its_id_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    RunIdFile(tmp_path / "file/wandb_run_id.txt", resumes=False).write("run-1")
+    assert "wandb_run_id.txt: " in (err := capsys.readouterr().err) and "a resume will start a new run" in err
+
+
+def test_run_trains_while_trackers_are_down(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    trackers = FakeTrackers(monkeypatch)
+    trackers.down = True
+    assert train(tmp_path / "run", 2) == ExitCode.DONE
+    err = capsys.readouterr().err
+    for name, tracker in (("W&B", "wandb"), ("MLflow", "mlflow"), ("trackio", "trackio")):
+        assert f"WARNING: {name}: {tracker} cannot be reached; training continues" in err
+        assert err.count(f"WARNING: {name}: ") == 2
+    assert not trackers.rows and not [*(tmp_path / "run").glob("*_run_id.txt")]
+    assert [row["step"] for row in load_json_lines(tmp_path / "run/metrics.jsonl") if "train/loss" in row] == [1, 2]
