@@ -37,7 +37,9 @@ def split_launcher(command: Command) -> tuple[str, list[str], int]:
     """
     program, *args = command.argv
     world = 1
-    if program in ("bash", "sbatch"):  # a script of examples/launch: SCRIPT DIR FLAGS, on two nodes
+    if (
+        program in ("bash", "sbatch") or args[0] == "examples/launch/ray_job.py"
+    ):  # a script of examples/launch: SCRIPT DIR FLAGS, on two nodes
         assert documents.is_script(args[0])
         program = "python"
         args = ["pretrain_gpt.py", "--save", args[1], *args[2:]]

@@ -323,3 +323,96 @@ def test_skypilot_resumes_from_the_bucket_on_new_nodes(tmp_path: Path, cluster: 
         assert result.returncode == 0 and message in result.stdout, result.stdout + result.stderr
         assert fsspec.filesystem("s3", skip_instance_cache=True).exists(f"{bucket}/iter_000000{steps}/COMPLETE")
         shutil.rmtree(tmp_path / "run")
+
+
+RAY = '''
+"""A stand-in for Ray: tasks are threads; what Ray is asked for goes to NOTES."""
+import json, os, threading, types
+
+class RayError(Exception): ...
+exceptions = types.SimpleNamespace(RayError=RayError)
+losses = int(os.environ.get("LOSES", "0"))  # times that the second node is lost
+
+def note(line):
+    with open(os.environ["NOTES"], "a") as file:
+        file.write(line + "\\n")
+
+def init(): note("ray init")
+
+class Task:
+    def __init__(self, call): self.thread, self.result = threading.Thread(target=self.run, args=(call,)), None; self.thread.start()
+    def run(self, call):
+        try: self.result = call()
+        except Exception as error: self.result = error
+
+def get(task):
+    task.thread.join()
+    if isinstance(task.result, Exception): raise task.result
+    return task.result
+
+def remote(function):
+    def options(scheduling_strategy, **options):
+        def call(*args):
+            global losses
+            node = scheduling_strategy.index
+            note(f"ray task {function.__name__} {node} {json.dumps(options)}")
+            result = function(*args)
+            if function.__name__ == "run_node" and node == 1 and losses:
+                losses -= 1
+                raise RayError("the node died")
+            return result
+        return types.SimpleNamespace(remote=lambda *args: Task(lambda: call(*args)))
+    return types.SimpleNamespace(options=options)
+'''
+RAY_UTIL = {
+    "__init__": "def get_node_ip_address(): return '10.0.0.5'\n",
+    "placement_group": """import ray, types
+def placement_group(bundles, strategy):
+    ray.note(f"ray group {strategy} {bundles}")
+    return types.SimpleNamespace(ready=lambda: ray.Task(lambda: None))
+def remove_placement_group(group): ray.note("ray removed")
+""",
+    "scheduling_strategies": """class PlacementGroupSchedulingStrategy:
+    def __init__(self, placement_group, placement_group_bundle_index): self.index = placement_group_bundle_index
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "losses", "attempts", "exit_code"),
+    [
+        ("done", 0, 0, 1, 0),
+        ("preflight", 1, 0, 1, 1),
+        ("requeue", 1, 0, 2, 75),  # until REQUEUES
+        ("done", 0, 1, 2, 0),  # a node is lost once
+    ],
+)
+def test_ray_example_starts(
+    tmp_path: Path, cluster: dict[str, str], outcome: str, code: int, losses: int, attempts: int, exit_code: int
+) -> None:
+    package = tmp_path / "ray"
+    (package / "util").mkdir(parents=True)
+    (package / "__init__.py").write_text(RAY)
+    for name, source in RAY_UTIL.items():
+        (package / f"util/{name}.py").write_text(source)
+    # Both nodes start before one of them ends, and each attempt writes a status of its own.
+    script = 'sleep 0.6; LEAVES="$LEAVES $(date +%s%N)"'
+    (tmp_path / "torchrun").write_text(f"#!/usr/bin/env bash\n{script}\n{TORCHRUN}\n")
+    env = {**cluster, "PYTHONPATH": str(tmp_path), "NNODES": "2", "NPROC": "4", "REQUEUES": "1"}
+    env |= {"LEAVES": status_json(outcome), "CODE": str(code), "LOSES": str(losses)}
+    command = [sys.executable, "examples/launch/ray_job.py", str(tmp_path / "run"), "--lr", "1"]
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert result.returncode == exit_code, result.stdout + result.stderr
+    lines = calls_of(env, "torchrun")
+    assert len(lines) == 2 * attempts
+    for line in lines:
+        assert "--nnodes=2 --nproc-per-node=4 " in line and "--rdzv-endpoint=10.0.0.5:29500 " in line
+        assert line.endswith(f"pretrain_gpt.py --save {tmp_path}/run --load {tmp_path}/run --lr 1")
+    assert calls_of(env, "ray group") == attempts * [
+        "ray group STRICT_SPREAD [{'CPU': 1, 'GPU': 4}, {'CPU': 1, 'GPU': 4}]"
+    ]
+    tasks = [line.split(maxsplit=4) for line in calls_of(env, "ray task run_node")]
+    assert sorted(node for _, _, _, node, _ in tasks) == sorted(["0", "1"] * attempts)
+    options = {"num_cpus": 1, "num_gpus": 4, "max_retries": 0}
+    assert all(json.loads(text) == options for *_, text in tasks)
+    assert len(calls_of(env, "ray removed")) == attempts
