@@ -59,4 +59,4 @@ def describe_efficiency(values: Mapping[str, float | None]) -> str:
         "samples_per_s": "{:,.4g} samples/s",
         "cost_per_sample": "cost per sample {:.3g}",
     }
-    return ", ".join(text.format(values[name]) for name, text in formats.items() if values[name] is not None)
+    return ", ".join(text.format(values[name]) for name, text in formats.items() if values.get(name) is not None)

@@ -189,7 +189,7 @@ def summary(report: Mapping[str, Any]) -> dict[str, str]:
         "goodput": f"{format_goodput(run)}, {run['gpu_hours']:.4g} device hours",
         "bottleneck": f"{report['bottleneck'] or 'unknown'}: {report['advice']}",
     }
-    if report["efficiency"] is not None:
+    if report.get("efficiency"):  # reports of earlier versions have none
         rows["efficiency"] = describe_efficiency(report["efficiency"])
     if "cost" in run:
         rows["cost"] = f"{run['cost']:.2f}"
