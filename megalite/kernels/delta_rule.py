@@ -356,10 +356,10 @@ def recurrence_state_grad(inputs: RecurrenceInputs, recurrence: Recurrence, do_S
     """Return the gradient [B, H, K, V] of the state before the tokens that comes from the outputs of these tokens."""
     dtype, G = accum_dtype(inputs.v), inputs.k.shape[2]
     dstate = inputs.v.new_zeros(inputs.state_shape, dtype=dtype).unflatten(1, (G, -1))
-    size = recurrence.chunk_size_of(inputs)
     for span in reversed(recurrence.groups(inputs)):
-        chunks = _prepare(inputs.tokens(span), recurrence.tokens(span))
-        do_chunks = _to_chunks(do_SBHV[span], size, G, dtype)
+        group = inputs.tokens(span)
+        chunks = _prepare(group, recurrence.tokens(span))
+        do_chunks = _to_chunks(do_SBHV[span], recurrence.chunk_size_of(group), G, dtype)
         for chunk, do in reversed(list(zip(_each_chunk(chunks), do_chunks, strict=True))):
             dvalues = chunk.scores.mT @ do + chunk.k_out @ dstate
             dstate = chunk.q_in.mT @ do + chunk.decay * dstate

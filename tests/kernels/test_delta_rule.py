@@ -9,7 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalite.kernels.delta_rule import L2_NORM_EPS, Recurrence, RecurrenceInputs, delta_rule, delta_rule_reference
+from megalite.kernels.delta_rule import (
+    L2_NORM_EPS,
+    Recurrence,
+    RecurrenceInputs,
+    apply_map,
+    delta_rule,
+    delta_rule_reference,
+    map_columns,
+    recurrence_map,
+    recurrence_state_grad,
+)
 from megalite.kernels.gated_norm import gated_norm
 from megalite.kernels.short_conv import short_conv, short_conv_reference
 
@@ -87,6 +97,20 @@ def test_default_chunks_equal_the_definition(kind: str, lengths: list[int]) -> N
     inputs = _inputs(kind, sum(lengths))
     expected = _run(delta_rule_reference, inputs, recurrence)
     assert _max_error(_run(delta_rule, inputs, recurrence), expected) < 1e-12
+
+
+@pytest.mark.parametrize("length", [5, 513, 520, 576])  # a last group of less than a chunk, and none
+@pytest.mark.parametrize("kind", ["gated_delta_net", "mamba2"])
+def test_maps_of_states_equal_the_definition(kind: str, length: int) -> None:
+    inputs, recurrence = _inputs(kind, length, decay=0.01), Recurrence(normalize_qk=kind != "mamba2")
+    state = _random(B, H, K, V, seed=5).requires_grad_()
+    o, last = delta_rule_reference(inputs, recurrence, state)
+    do = _random(*o.shape, seed=6)
+    columns = map_columns(inputs)
+    A, U = recurrence_map(inputs, recurrence).split([columns, V], dim=-1)
+    (dstate,) = torch.autograd.grad(o, state, do)
+    actual = [apply_map(A, U, state.detach()), recurrence_state_grad(inputs, recurrence, do)]
+    assert _max_error(actual, [last.detach(), dstate]) < 1e-12
 
 
 def test_an_initial_state_of_zeros_is_the_default() -> None:
