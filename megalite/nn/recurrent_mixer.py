@@ -1,4 +1,4 @@
-"""What recurrent mixers share: projections, a short convolution, a recurrence over tokens, a gated norm.
+"""The base of recurrent mixers: projections, a short convolution, a recurrence over tokens, a gated norm.
 
     x_sBD --gather--> convolved channels, gates, z -> convolution and SiLU -> recurrence -> o
     o, z -> gated norm @ W --scatter--> y_sBD

@@ -90,7 +90,8 @@ def train_step(
         raise _invalid_result(run, anomaly, batch_size)
     is_anomalous = anomaly is not None and not anomaly.transient
     skipped = not sums.finite or sums.labels == 0 or (is_anomalous and run.spikes.action != "log")
-    if noise_scale is not None and sums.noise is not None and sums.finite and anomaly is None:
+    is_one_pass = anomaly is None and replica_mismatch is None  # a rerun has no gradients of single ranks
+    if noise_scale is not None and sums.noise is not None and sums.finite and is_one_pass:
         noise_scale.update(sums.noise, run.loss_scaler.scale / num_tokens)
     if not skipped:
         _update(run, sums.grad_norm, sums.unscale, timers)

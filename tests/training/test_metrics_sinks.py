@@ -225,3 +225,34 @@ def test_run_trains_while_trackers_are_down(tmp_path: Path, monkeypatch, capsys:
         assert err.count(f"WARNING: {name}: ") == 2
     assert not trackers.rows and not [*(tmp_path / "run").glob("*_run_id.txt")]
     assert [row["step"] for row in load_json_lines(tmp_path / "run/metrics.jsonl") if "train/loss" in row] == [1, 2]
+
+
+def test_run_in_the_directory_of_another_one_starts_runs_of_its_own(tmp_path: Path, monkeypatch) -> None:
+    trackers = FakeTrackers(monkeypatch)
+    used, base = tmp_path / "used", tmp_path / "base"
+    assert train(used, 1) == train(base, 2) == ExitCode.DONE
+    flags = f"--train-iters 4 --lr-decay-iters 4 --load {base} --run-dir {used} --mlflow-experiment mine"
+    assert pretrain(config_from([*SMALL_RUN, *flags.split()])) == ExitCode.DONE
+    steps = {run: [row["step"] for row in rows if "train/loss" in row] for run, rows in trackers.rows.items()}
+    assert [steps[run] for run in steps if run.startswith("mlflow")] == [[1], [1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("fails", ["update_run", "log_batch"])
+def test_mlflow_keeps_its_rows_if_a_request_at_the_start_fails(fails: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    """The run of the first process was deleted, or the options cannot be written."""
+    trackers = FakeTrackers(monkeypatch)
+    if fails == "update_run":
+        assert train(tmp_path / "run", 2) == ExitCode.DONE
+    write = getattr(trackers, fails)
+
+    def fail_at_the_start(run_id: str, **arguments: Any) -> None:
+        if fails == "update_run" or "params" in arguments:
+            raise ConnectionError("no such run")
+        write(run_id, **arguments)
+
+    monkeypatch.setattr(trackers, fails, fail_at_the_start)
+    assert train(tmp_path / "run", 4) == ExitCode.DONE
+    *_, rows = (rows for run, rows in trackers.rows.items() if run.startswith("mlflow"))
+    first_step = 3 if fails == "update_run" else 1
+    assert [row["step"] for row in rows if "train/loss" in row] == [*range(first_step, 5)]
+    assert "WARNING: MLflow: " in (err := capsys.readouterr().err) and "no such run" in err

@@ -12,6 +12,7 @@ from megalite.launch import system_checks
 from megalite.launch.rank_info import RankInfo
 from megalite.training.job import preflight
 
+ONE_RANK = RankInfo(world_size=1, local_world_size=1)
 ONE_NODE, TWO_NODES = (RankInfo(world_size=size, local_world_size=2) for size in (2, 4))
 WRONG_VALUES = {
     "NCCL_DEBUG": "INFO",
@@ -45,6 +46,8 @@ def test_variable_is_reported_where_it_matters(name: str, monkeypatch: pytest.Mo
     assert warning.startswith(f"{setting}: ") and "; " in warning
     between_nodes = name.endswith("IFNAME") or name in ("NCCL_IB_GID_INDEX", "NCCL_IB_DISABLE", "NCCL_NET")
     assert bool(preflight.variable_warnings("cuda", ONE_NODE)) == (not between_nodes)
+    between_ranks = name.startswith(("NCCL", "TORCH_NCCL"))
+    assert bool(preflight.variable_warnings("cuda", ONE_RANK)) == (not between_ranks and not between_nodes)
     without_gpu = name.startswith(("GLOO", "TORCH_DISTRIBUTED"))
     assert bool(preflight.variable_warnings("cpu", TWO_NODES)) == without_gpu
 

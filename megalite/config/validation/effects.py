@@ -47,6 +47,13 @@ def position_notes(config: Config) -> Iterator[Problem]:
     if not model.uses_mamba2:
         for name in options_set(config, "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"):
             yield no_effect(shown(config, name), without="hybrid_layer_pattern", value="with M")
+    pattern = model.hybrid_layer_pattern or ""
+    if pattern and set(pattern) <= set("MG-E|/"):  # a plugin's mixer may read options of attention
+        for name in options_set(config, "attention_output_gate", "qk_layernorm", "window_size", "softmax_type"):
+            yield Problem(
+                f"{shown(config, name)} has no effect: hybrid_layer_pattern={pattern} has no attention",
+                options=(name, "hybrid_layer_pattern"),
+            )
     if model.linear_attention_freq is not None and model.experimental_attention_variant is None:
         yield no_effect(
             shown(config, "linear_attention_freq"), without="experimental_attention_variant", value="gated_delta_net"

@@ -197,7 +197,9 @@ def thread_oversubscription_warning(device: str, ranks: RankInfo) -> list[str]:
 def variable_warnings(device: str, ranks: RankInfo) -> list[str]:
     """Return a warning for each environment variable that slows this run down or breaks it."""
     has_other_nodes = ranks.world_size > ranks.local_world_size
-    return [f"{text}; {remedy}" for text, remedy in variable_problems(device == "cuda", has_other_nodes)]
+    of_collectives = ("NCCL_", "TORCH_NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS") if ranks.world_size == 1 else ()
+    problems = variable_problems(device == "cuda", has_other_nodes)
+    return [f"{text}; {remedy}" for text, remedy in problems if not text.startswith(of_collectives)]
 
 
 def unused_gpu_warning(device: str, ranks: RankInfo) -> list[str]:

@@ -67,7 +67,9 @@ def open_metrics_logger(
     if log.log_progress and save is not None:
         progress_dir = directory if is_url(save) else Path(save)
         progress = ProgressLog(progress_dir, ranks.world_size, speed.flops_per_token, run.progress.consumed_tokens)
-    tracked_config, resumes = non_default_options(config), run.progress.step > 0
+    tracked_config = non_default_options(config)
+    # The directory may have the trackers' ids of another run, which this one does not continue.
+    resumes = run.progress.step > 0 and (ranks.is_restart or (save is not None and save == config.checkpoint.load))
     logger = MetricsLogger(directory, speed, log, tracked_config=tracked_config, resumes=resumes, progress=progress)
     logger.try_write(str(directory), lambda: directory.mkdir(parents=True, exist_ok=True))
     metrics_path, config_path = directory / "metrics.jsonl", directory / "run_config.toml"

@@ -211,8 +211,11 @@ class MLflowSink:
         self._client = MlflowClient()
         self._id = self._run_id.read()
         if self._id is not None:
-            self._client.update_run(self._id, status="RUNNING")
-            return
+            try:
+                self._client.update_run(self._id, status="RUNNING")
+                return
+            except Exception as error:  # it was deleted, or is on another server
+                print_err(f"WARNING: MLflow: run {self._id} cannot be continued ({error}); a new one is started")
         experiment = self._client.get_experiment_by_name(self._experiment)
         if experiment is None:
             experiment_id = self._client.create_experiment(self._experiment)
@@ -220,7 +223,10 @@ class MLflowSink:
             experiment_id = experiment.experiment_id
         self._id = self._client.create_run(experiment_id, run_name=self._run_name).info.run_id
         self._run_id.write(self._id)
-        self._log_params()
+        try:
+            self._log_params()
+        except Exception as error:
+            print_err(f"WARNING: MLflow: the options are not shown with the run ({error})")
 
     def _log_params(self) -> None:
         from mlflow.entities import Param  # type: ignore[import-not-found]

@@ -72,7 +72,7 @@ class StepLog(Callback):
         price = self._price_per_gpu_hour
         metrics["efficiency"] = efficiency(
             step_shares(self._time_breakdown.recent_seconds()),
-            metrics["batch_size"] / metrics["step_s"],
+            sum(result.batch_size for result in self._results) / sum(result.step_s for result in self._results),
             metrics["memory_gib"] / metrics["memory_limit_gib"],
             None if price is None else price * run.mesh.world.size,
         )
