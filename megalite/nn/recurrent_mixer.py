@@ -74,8 +74,8 @@ class RecurrentMixer(nn.Module):
             core = partial(self._cached_core, cache=ctx.cache)
         else:
             core = partial(self._core, batch=batch)
-        recomputed = self.recompute_core and self.training
-        o_SBhV = recompute(core, conv_input_SBf, gates_SBf) if recomputed else core(conv_input_SBf, gates_SBf)
+        is_recomputed = self.recompute_core and self.training
+        o_SBhV = recompute(core, conv_input_SBf, gates_SBf) if is_recomputed else core(conv_input_SBf, gates_SBf)
         gated = partial(self.gated_norm, o_SBhV, z_SBf)
         return checkpoint_without_output(
             gated, partial(row_parallel_linear, weight_Df=self.out, tp=self.tp, wgrad_store=ctx.wgrad_store)
@@ -125,7 +125,7 @@ class RecurrentMixer(nn.Module):
             beta=None if inputs.beta is None else inputs.beta.where(is_new_SB1, 0.0),
         )
         o_SBhV, state = delta_rule(inputs, self.recurrence, state)
-        seen = torch.cat([earlier, conv_input_SBf])
+        conv_inputs_TBf = torch.cat([earlier, conv_input_SBf])
         last_TB = cache.num_new_B + torch.arange(width, device=conv_input_SBf.device)[:, None]
-        cache.states[self.layer] = state, seen[last_TB, torch.arange(B, device=conv_input_SBf.device)]
+        cache.states[self.layer] = state, conv_inputs_TBf[last_TB, torch.arange(B, device=conv_input_SBf.device)]
         return self.add_skip(o_SBhV, convolved_SBf)

@@ -182,7 +182,7 @@ def backward_of_row_parallel_linear_is_multiplied_by_tp(backward: Any, ctx: Any,
     first={"kind": "gradient", "step": 1, "name": "layers.1.latent_attention.kv_down", "layer": 1},
 )
 def gradient_of_the_shared_rotary_key_is_not_summed_over_tp(backward: Any, ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
-    """As in NVIDIA/Megatron-LM#6839: the gradient lacks the part of the other ranks' heads."""
+    """Leave out the part of the other ranks' heads (NVIDIA/Megatron-LM#6839)."""
     dx_sBC, *others = backward(ctx, *dys)
     if ctx.split_channels:
         dk_SBR = dys[-1]
@@ -428,7 +428,7 @@ def dropout_uses_the_number_of_the_layer_in_its_stage(init: Any, stage: Stage, *
     all_differing="out_norm",
 )
 def gradient_of_the_gated_norm_is_not_summed_over_tp(init: Any, mixer: GatedDeltaNet, *args: Any) -> None:
-    """As in NVIDIA/Megatron-LM#7452."""
+    """Give the norm of each rank the gradient of its own heads alone (NVIDIA/Megatron-LM#7452)."""
     init(mixer, *args)
     mixer.out_norm.spec = replace(spec_of(mixer.out_norm), partial_grad_axes=())  # type: ignore[assignment]
 

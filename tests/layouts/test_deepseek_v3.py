@@ -12,20 +12,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from full_tensors import assemble, owned_shards
 from hugging_face_cases import in_fp64
-from layout_cases import COMMON, FP64_TOLERANCE, expand
+from layout_cases import COMMON, expand
 from pairwise import nightly_except
 from ranks import run_ranks
 from torch import Tensor
 from train_cases import run_from
-
-from megalite.training.train_step import train_step
+from transformers_steps import (
+    LR,
+    STEPS,
+    RankResult,
+    assert_equal_steps,
+    initial_weights,
+    train_rank,
+    train_transformers,
+    training_batches,
+)
 
 # With this seed, the score of an expert that is selected always exceeds that of the next one by 2.9e-5, so that rounding
 # in fp32 selects no other. It is 6e-7 with seed 7, where tp 2 selected another one in step 6.
 SEED = 8
-STEPS, BATCH, VOCAB_SIZE, LR, BIAS_RATE = 10, 16, 94, 0.01, 0.01
+VOCAB_SIZE, BIAS_RATE = 94, 0.01
 FLAGS = f"""{COMMON} {expand("MLA")} --train-iters {STEPS} --seed {SEED} --lr {LR} --norm-epsilon 1e-6
  --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 12 --moe-layer-freq [0,1,1,1]
  --moe-shared-expert-intermediate-size 16 --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5
@@ -111,82 +118,44 @@ def build_transformers_model(q_lora_rank: int | None, dtype: torch.dtype) -> Any
     return model
 
 
-def train_transformers(
-    model: Any, batches: list[Tensor], bias_rate: float = BIAS_RATE
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Return the loss of each step and the final weights, with torch's AdamW and clipping.
+class BiasUpdates:
+    """The updates of the experts' biases in a model of transformers.
 
-    After each step, the bias of an expert with fewer tokens than the mean grows by `bias_rate`, and that of one with
-    more shrinks (arXiv:2412.19437, sec. 2.1.2).
+    After each step, the bias of an expert with fewer tokens than the mean grows by `rate`, and that of one with more
+    shrinks (arXiv:2412.19437, sec. 2.1.2).
     """
-    assignments: dict[Any, Counter[int]] = {}
 
-    def count(gate: Any, _: Any, outputs: tuple[Tensor, Tensor, Tensor]) -> None:
-        assignments.setdefault(gate, Counter()).update(outputs[2].flatten().tolist())
+    def __init__(self, model: Any, rate: float):
+        self.rate = rate
+        self.assignments: dict[Any, Counter[int]] = {}
+        for layer in model.model.layers[1:]:
+            layer.mlp.gate.register_forward_hook(self._count)
 
-    for layer in model.model.layers[1:]:
-        layer.mlp.gate.register_forward_hook(count)
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-3)
-    losses = []
-    for tokens_BT in batches:
-        logits = model(tokens_BT[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens_BT[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-        for gate, counts in assignments.items():
+    def _count(self, gate: Any, _: Any, outputs: tuple[Tensor, Tensor, Tensor]) -> None:
+        self.assignments.setdefault(gate, Counter()).update(outputs[2].flatten().tolist())
+
+    def apply(self) -> None:
+        for gate, counts in self.assignments.items():
             mean = sum(counts.values()) / gate.num_experts
             signs = [np.sign(mean - counts[expert]) for expert in range(gate.num_experts)]
-            gate.e_score_correction_bias += bias_rate * torch.tensor(signs)
+            gate.e_score_correction_bias += self.rate * torch.tensor(signs)
             counts.clear()
-    return losses, model.state_dict()
-
-
-def train_rank(flags: str) -> tuple[list[float], list, list[float]]:
-    """Train on this rank in fp64 and in fp32; return the losses and the pieces of the weights in fp64, and the losses."""
-    runs = []
-    for dtype in (torch.float64, torch.float32):
-        run = run_from(flags, dtype=dtype)
-        losses = [train_step(run).loss for _ in range(STEPS)]
-        run.sync.wait_param_sync()
-        runs.append((losses, owned_shards(run.optimizer, "model/")))
-    return *runs[0], runs[1][0]
-
-
-def _by_name(pieces: Any) -> dict[str, Tensor]:
-    return {name.removeprefix("model/"): values for name, values in assemble(pieces).items()}
 
 
 @functools.cache
 def reference(flags: str, dtype: torch.dtype, bias_rate: float = BIAS_RATE) -> tuple[list[float], dict[str, Tensor]]:
     """Return the losses and final weights of transformers, from the initial weights of a run in `dtype`."""
     run = run_from(flags, dtype=dtype)
-    dataset = run.train_loader.batches.dataset
-    batches = [torch.from_numpy(dataset.samples(np.arange(s * BATCH, (s + 1) * BATCH))) for s in range(STEPS)]
-    weights = transformers_weights(_by_name(owned_shards(run.optimizer, "model/")))
     model = build_transformers_model(10 if "--q-lora-rank" in flags else None, dtype)
-    missing, unexpected = model.load_state_dict(weights, strict=False)
+    missing, unexpected = model.load_state_dict(transformers_weights(initial_weights(run)), strict=False)
     assert not unexpected and all(name.endswith("e_score_correction_bias") for name in missing)
-    return train_transformers(model, batches, bias_rate)
+    return train_transformers(model, training_batches(run), BiasUpdates(model, bias_rate).apply)
 
 
-def _assert_equals_transformers(flags: str, ranks: list[tuple[list[float], list, list[float]]]) -> None:
+def _assert_equals_transformers(flags: str, ranks: list[RankResult]) -> None:
     with in_fp64():
-        expected_losses, expected_weights = reference(flags, torch.float64)
-    expected_fp32_losses, _ = reference(flags, torch.float32)
-    assert expected_losses[-1] < 0.9 * expected_losses[0]
-    for losses, _, fp32_losses in ranks:
-        assert losses == pytest.approx(expected_losses, rel=FP64_TOLERANCE)
-        assert fp32_losses == pytest.approx(expected_fp32_losses, rel=1e-6)
-    weights = transformers_weights(_by_name(piece for _, pieces, _ in ranks for piece in pieces))
-    for name, values in weights.items():
-        error = float((values - expected_weights[name]).abs().max() / values.abs().max())
-        assert error <= 1e-9, f"{name} differs by {error:.1e}"
+        expected = reference(flags, torch.float64)
+    assert_equal_steps(ranks, expected, reference(flags, torch.float32)[0], transformers_weights, fp32_tolerance=1e-6)
 
 
 @pytest.mark.parametrize("flags", [FLAGS, DIRECT_QUERIES], ids=["compressed queries", "queries from x"])

@@ -8,20 +8,26 @@ weights by itself, so that nothing is shared with megalite's conversion.
 import functools
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from full_tensors import assemble, owned_shards
 from hugging_face_cases import in_fp64
-from layout_cases import COMMON, FP64_TOLERANCE, expand
+from layout_cases import COMMON, expand
 from pairwise import nightly_except
 from ranks import run_ranks
 from torch import Tensor
 from train_cases import run_from
+from transformers_steps import (
+    LR,
+    STEPS,
+    RankResult,
+    assert_equal_steps,
+    initial_weights,
+    train_rank,
+    train_transformers,
+    training_batches,
+)
 
-from megalite.training.train_step import train_step
-
-STEPS, BATCH, VOCAB_SIZE, LR = 10, 16, 94, 0.01
+VOCAB_SIZE = 94
 KEY_HEADS, VALUE_HEADS, HEADS = 2, 4, 4
 FLAGS = f"""{COMMON} {expand("GDN")} --train-iters {STEPS} --lr {LR} --attention-output-gate --qk-layernorm
  --apply-layernorm-1p --rotary-percent 0.5 --num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 12
@@ -122,62 +128,19 @@ def build_transformers_model(dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
 
 
-def train_transformers(model: Any, batches: list[Tensor]) -> tuple[list[float], dict[str, Tensor]]:
-    """Return the loss of each step and the final weights, with torch's AdamW and clipping."""
-    decayed = [p for name, p in model.named_parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-3)
-    losses = []
-    for tokens_BT in batches:
-        logits = model(tokens_BT[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens_BT[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, model.state_dict()
-
-
-def train_rank(flags: str) -> tuple[list[float], list, list[float]]:
-    """Train on this rank in fp64 and in fp32; return the losses and the pieces of the weights in fp64, and the losses."""
-    runs = []
-    for dtype in (torch.float64, torch.float32):
-        run = run_from(flags, dtype=dtype)
-        losses = [train_step(run).loss for _ in range(STEPS)]
-        run.sync.wait_param_sync()
-        runs.append((losses, owned_shards(run.optimizer, "model/")))
-    return *runs[0], runs[1][0]
-
-
-def _by_name(pieces: Any) -> dict[str, Tensor]:
-    return {name.removeprefix("model/"): values for name, values in assemble(pieces).items()}
-
-
 @functools.cache
 def reference(dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
     """Return the losses and final weights of transformers, from the initial weights of a run in `dtype`."""
     run = run_from(FLAGS, dtype=dtype)
-    dataset = run.train_loader.batches.dataset
-    batches = [torch.from_numpy(dataset.samples(np.arange(s * BATCH, (s + 1) * BATCH))) for s in range(STEPS)]
     model = build_transformers_model(dtype)
-    model.load_state_dict(transformers_weights(_by_name(owned_shards(run.optimizer, "model/"))))
-    return train_transformers(model, batches)
+    model.load_state_dict(transformers_weights(initial_weights(run)))
+    return train_transformers(model, training_batches(run))
 
 
-def _assert_equals_transformers(ranks: list[tuple[list[float], list, list[float]]]) -> None:
+def _assert_equals_transformers(ranks: list[RankResult]) -> None:
     with in_fp64():
-        expected_losses, expected_weights = reference(torch.float64)
-    expected_fp32_losses, _ = reference(torch.float32)
-    assert expected_losses[-1] < 0.9 * expected_losses[0]
-    for losses, _, fp32_losses in ranks:
-        assert losses == pytest.approx(expected_losses, rel=FP64_TOLERANCE)
-        assert fp32_losses == pytest.approx(expected_fp32_losses, rel=5e-6)
-    weights = transformers_weights(_by_name(piece for _, pieces, _ in ranks for piece in pieces))
-    for name, values in weights.items():
-        error = float((values - expected_weights[name]).abs().max() / values.abs().max())
-        assert error <= 1e-9, f"{name} differs by {error:.1e}"
+        expected = reference(torch.float64)
+    assert_equal_steps(ranks, expected, reference(torch.float32)[0], transformers_weights, fp32_tolerance=5e-6)
 
 
 def test_one_process_equals_transformers() -> None:
