@@ -11,7 +11,7 @@ All systems run in processes of their own and take turns, --repeats times. A row
 median step. Ratios to a peer are medians of the ratios of neighboring runs, since other work on the machine varies.
 
 megalite           as pretrain_gpt.py runs it, on --mock-data
-transformers       a Llama, Mixtral or DeepSeek-V3 of the same shape with its own loss, torch.optim.AdamW and clipping
+transformers       the same model of any family that it has, with its own loss, torch.optim.AdamW and clipping
                    (bench/hf_baseline.py); in bf16 with bf16 weights and with autocast; on 2 processes DDP and FSDP2
 + allocator        on CPU, both sides keep freed memory and use huge pages (glibc tunables, THP_MEM_ALLOC_ENABLE)
 

@@ -69,42 +69,54 @@ def test_benchmark_refuses_impossible_measurements(flags: str, monkeypatch, caps
 
 
 MIXTRAL = "--num-experts 4 --moe-ffn-hidden-size 12"
+SHARED_EXPERT = "--moe-shared-expert-intermediate-size 24"
 MLA = """--multi-latent-attention --q-lora-rank 10 --kv-lora-rank 12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 5
- --qk-layernorm"""
+ --qk-layernorm --qk-norm-epsilon 1e-6"""
 DEEPSEEK = f"""{MLA} {MIXTRAL} --moe-layer-freq [0,1,1,1] --moe-router-score-function sigmoid
- --moe-shared-expert-intermediate-size 24"""
+ --moe-router-enable-expert-bias {SHARED_EXPERT}"""
 
 
-@pytest.mark.parametrize("flags", ["", MIXTRAL, MLA, DEEPSEEK, DEEPSEEK.replace("--q-lora-rank 10", "")])
-def test_peer_has_as_many_parameters(flags: str) -> None:
+PEERS = {
+    "": "llama",
+    "--qk-layernorm": "qwen3",
+    MIXTRAL: "mixtral",
+    DEEPSEEK: "deepseek_v3",
+    DEEPSEEK.replace("--q-lora-rank 10", ""): "deepseek_v3",
+    f"--preset tiny-delta --num-attention-heads 4 {MIXTRAL} {SHARED_EXPERT} --moe-shared-expert-gate": "qwen3_next",
+}
+
+
+@pytest.mark.parametrize("flags", PEERS)
+def test_peer_is_the_same_model_without_dropout(flags: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     from tools.bench.hf_baseline import model_config
 
-    flags = f"{flags} --untie-embeddings-and-output-weights"
+    arguments = f"{flags} --untie-embeddings-and-output-weights".split()
+    hf_config = model_config(config_from([*FLAGS, *arguments]))
+    assert hf_config.model_type == PEERS[flags]
+    assert not any(value for name, value in vars(hf_config).items() if "dropout" in name or "pdrop" in name)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config(config_from([*FLAGS, *flags.split()])))
-    assert (
-        sum(parameter.numel() for parameter in model.parameters())
-        == plan(1, *flags.split()).model_states.num_parameters
-    )
+        model = AutoModelForCausalLM.from_config(hf_config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == plan(1, *arguments).model_states.num_parameters
 
 
-NO_PEER = [
-    "--mtp-num-layers 1",
-    f"{DEEPSEEK} --attention-output-gate",
-    f"{DEEPSEEK} --moe-shared-expert-intermediate-size 18",
-    f"{DEEPSEEK} --moe-layer-freq [1,0,1,1]",
-    f"{MIXTRAL} --moe-router-score-function sigmoid",
-]
+NO_PEER = {
+    "--mtp-num-layers 1": "mtp_num_layers=1: transformers drops these depths",
+    "--attention-dropout 0.1": "attention_dropout=0.1 and hidden_dropout=0: transformers runs without dropout",
+    "--hidden-dropout 0.1": "attention_dropout=0 and hidden_dropout=0.1: transformers runs without dropout",
+    f"{DEEPSEEK} --attention-output-gate": "no family of Hugging Face can express this model",
+    f"{DEEPSEEK} --moe-shared-expert-intermediate-size 18": "no family of Hugging Face can express this model",
+    f"{MIXTRAL} --moe-router-score-function sigmoid": "no family of Hugging Face can express this model",
+}
 
 
 @pytest.mark.parametrize("flags", NO_PEER)
 def test_peer_without_the_model_is_refused(flags: str, monkeypatch, capsys) -> None:
     argv = [*TINY, *flags.split(), "--peer", "transformers"]
     assert documents.run_script("tools/benchmark.py", argv, monkeypatch) == 2
-    assert "peer=transformers is a Llama, a Mixtral or a DeepSeek-V3" in capsys.readouterr().err
+    assert f"peer=transformers: {NO_PEER[flags]}" in capsys.readouterr().err
 
 
 def test_weak_and_strong_scaling_batch_sizes() -> None:

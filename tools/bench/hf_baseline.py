@@ -1,10 +1,9 @@
 """The baseline of tools/benchmark.py: transformers with torch's AdamW, alone, with DDP or with FSDP2.
 
-The model is a Llama, a Mixtral or a DeepSeek-V3 (`systems.transformers_family`).
-
-Shape, sequence length, micro-batches and gradient clipping are those of the megalite run; tokens are random. Nothing is
-tuned or disabled: transformers chooses the attention (SDPA), the experts (grouped_mm) and the loss. `bf16` has weights
-and moments in bf16, which is less exact than the fp32 main weights of megalite; `autocast` has fp32 weights and bf16
+The model is of the first family of transformers that can express it (`systems.transformers_config`). Shape, sequence
+length, micro-batches and gradient clipping are those of the megalite run; tokens are random. Nothing is tuned or
+disabled: transformers chooses the attention (SDPA), the experts (grouped_mm) and the loss. `bf16` has weights and
+moments in bf16, which is less exact than the fp32 main weights of megalite; `autocast` has fp32 weights and bf16
 matmuls.
 """
 
@@ -16,55 +15,24 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, MixtralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from megalite.config import cli
 from megalite.launch.process_group import process_group
 from megalite.launch.rank_info import RankInfo
 from megalite.models.families import PRESETS
 from megalite.training.job.preflight import choose_device
-from tools.bench.systems import limit_memory, peak_memory, time_steps, transformers_family, write
+from tools.bench.systems import limit_memory, peak_memory, time_steps, transformers_config, write
 
 
-def model_config(config: Any) -> LlamaConfig | MixtralConfig | DeepseekV3Config:
-    """Return transformers' configuration of a megalite model."""
-    model = config.model
-    family = transformers_family(config)
-    assert family is not None
-    options: dict[str, Any] = {
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.expert_ffn_size if family == "mixtral" else model.ffn_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_kv_groups,
-        "max_position_embeddings": model.seq_length,
-        "vocab_size": config.data.vocab_size,
-        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
-        "use_cache": False,
-    }
-    if family == "llama":
-        return LlamaConfig(**options)
-    experts = {"num_local_experts": model.num_experts, "num_experts_per_tok": model.moe_router_topk}
-    if family == "mixtral":
-        return MixtralConfig(**options, **experts)
-    options |= {
-        "q_lora_rank": model.q_lora_rank,
-        "kv_lora_rank": model.kv_lora_rank,
-        "qk_nope_head_dim": model.qk_head_dim,
-        "qk_rope_head_dim": model.qk_pos_emb_head_dim,
-        "v_head_dim": model.v_head_dim,
-        "first_k_dense_replace": model.moe_layers.count(False),
-    }
-    if model.num_experts:
-        options |= experts
-        options |= {
-            "moe_intermediate_size": model.expert_ffn_size,
-            "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // model.expert_ffn_size,
-            "n_group": model.moe_router_num_groups or 1,
-            "topk_group": model.moe_router_group_topk or 1,
-            "routed_scaling_factor": model.moe_router_topk_scaling_factor,
-        }
-    return DeepseekV3Config(**options)
+def model_config(config: Any) -> PreTrainedConfig:
+    """Return transformers' configuration of a megalite model, without dropout, which some families have by default."""
+    written = transformers_config(config)
+    hf_config = AutoConfig.for_model(written.pop("model_type"), **written)
+    for name in vars(hf_config):
+        if "dropout" in name or name.endswith("pdrop"):
+            setattr(hf_config, name, 0.0)
+    return hf_config
 
 
 def run_baseline(ranks: RankInfo, task: dict[str, Any]) -> None:

@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli
 from megalite.config.options import ConfigError
 from megalite.config.validation import find_problems
+from megalite.interop.huggingface.config_json import choose_family, write_config
 from megalite.launch.process_group import process_group
 from megalite.launch.rank_info import RankInfo
 from megalite.models.families import PRESETS
@@ -98,10 +100,14 @@ def read_config(flags: list[str], options: argparse.Namespace) -> tuple[bool, li
             problems.append(f"memory_gib={options.memory_gib:g} is for a CPU; drop it, or use --device cpu")
     except (ConfigError, SetupError) as error:
         return False, getattr(error, "problems", [str(error)])
-    if options.peer and not problems and transformers_family(config) is None:
-        problems = [
-            "peer=transformers is a Llama, a Mixtral or a DeepSeek-V3; drop --peer, or the flags of another model"
-        ]
+    if options.peer and not problems:
+        if config.data.vocab_size is None:
+            problems = ["peer=transformers needs the size of its vocabulary; set --vocab-size"]
+        else:
+            try:
+                transformers_config(config)
+            except CheckpointError as error:
+                problems = [f"peer=transformers: {error}"]
     try:
         if not problems and config.data.vocab_size is not None:
             make_run_plan(config, options.nproc, config.data.vocab_size)  # finds more than the check of the options
@@ -110,25 +116,20 @@ def read_config(flags: list[str], options: argparse.Namespace) -> tuple[bool, li
     return config.precision.bf16, problems
 
 
-def transformers_family(config: Any) -> str | None:
-    """Return the family of transformers that has the model: llama, mixtral or deepseek_v3. None if there is none."""
+def transformers_config(config: Any) -> dict[str, Any]:
+    """Return the config.json of the same model in transformers.
+
+    Raises:
+        CheckpointError: transformers has no such model, or would not do the same work.
+    """
     model = config.model
-    kind = (model.activation, model.normalization, model.position_embedding_type)
-    if kind != ("swiglu", "RMSNorm", "rope") or model.add_bias_linear or model.num_mtp_depths:
-        return None
-    if config.data.vocab_size is None:
-        return None
-    is_sigmoid = model.moe_router_score_function == "sigmoid"
-    shared_size = model.moe_shared_expert_intermediate_size or 0
-    if model.multi_latent_attention:
-        is_deepseek = not model.num_experts or (is_sigmoid and shared_size and shared_size % model.expert_ffn_size == 0)
-        dense_first = sorted(model.moe_layers) == list(model.moe_layers)
-        other_attention = not model.qk_layernorm or model.attention_output_gate or not model.qk_pos_emb_head_dim
-        return "deepseek_v3" if is_deepseek and dense_first and not other_attention else None
-    same_layers = len({layer.mlp for layer in model.layers}) == 1
-    if is_sigmoid or shared_size or not same_layers:
-        return None
-    return "mixtral" if model.num_experts else "llama"
+    if model.attention_dropout or model.hidden_dropout:
+        problem = f"attention_dropout={model.attention_dropout:g} and hidden_dropout={model.hidden_dropout:g}"
+        raise CheckpointError(f"{problem}: transformers runs without dropout; set both to 0")
+    if model.num_mtp_depths:
+        raise CheckpointError(f"mtp_num_layers={model.num_mtp_depths}: transformers drops these depths; set it to 0")
+    family = choose_family(model, None, None)
+    return write_config(model, family, config.data.vocab_size, "float32", {}) | {"use_cache": False}
 
 
 def limit_memory(size: int | None) -> None:
