@@ -1,6 +1,7 @@
 """The layers of a model as a text with a letter for each part, as in Megatron-LM's hybrid models.
 
-    *   attention          +   multi-latent attention          G   gated delta net          M   Mamba-2
+    *   attention          +   multi-latent attention
+    G   gated delta net    K   Kimi delta attention       M   Mamba-2
     -   MLP                E   experts
     |   border between two pipeline stages
     /   start of a depth of multi-token prediction
@@ -26,17 +27,16 @@ from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN
 from megalite.config.registry import REGISTRIES
 
 ATTENTION_LETTERS = {"*": "attention", "+": "latent_attention"}
-RECURRENT_LETTERS = {"G": "gated_delta_net", "M": "mamba2"}
+RECURRENT_LETTERS = {"G": "gated_delta_net", "K": "kda", "M": "mamba2"}
 MLP_LETTERS = {"-": "mlp", "E": "moe"}
 BORDER = "|"
 DEPTH = "/"  # starts a depth of multi-token prediction
 MAX_SHOWN = 80  # characters of a pattern that a message shows
 _HINT = (
-    "use * (attention), + (multi-latent attention), G (gated delta net), M (Mamba-2), - (MLP), E (experts), "
-    "| (pipeline border), / (multi-token prediction) or a letter of a --plugin"
+    "use * (attention), + (multi-latent attention), G (gated delta net), K (Kimi delta attention), M (Mamba-2), "
+    "- (MLP), E (experts), | (pipeline border), / (multi-token prediction) or a letter of a --plugin"
 )
 _REFUSED = {
-    "K": "Kimi delta attention",
     "D": "sparse attention",
     "C": "compressed sparse attention",
     "H": "compressed attention",

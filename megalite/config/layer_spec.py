@@ -7,7 +7,7 @@ from megalite.config.rope_spec import RopeSpec
 # The built-in mixers in which a query attends to the keys of earlier positions
 ATTENTION_MIXERS = ("attention", "latent_attention")
 # The built-in mixers that pass a state of constant size from token to token
-RECURRENT_MIXERS = ("gated_delta_net", "mamba2")
+RECURRENT_MIXERS = ("gated_delta_net", "kda", "mamba2")
 
 # The auxiliary losses of routers (nn/router.py), and their names in the log
 ROUTER_LOSSES = {

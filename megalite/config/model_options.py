@@ -337,9 +337,12 @@ class ModelConfig:
     )
     experimental_attention_variant: str | None = model(
         None,
-        choices=("gated_delta_net",),
+        choices=("gated_delta_net", "kda"),
         acts_through="hybrid_layer_pattern",
-        help="gated_delta_net: a recurrence in place of attention, in the layers of --linear-attention-freq",
+        help=(
+            "a recurrence in place of attention, in the layers of --linear-attention-freq: gated_delta_net, or kda "
+            "(Kimi delta attention)"
+        ),
     )
     linear_attention_freq: str | None = model(
         None,
@@ -350,13 +353,26 @@ class ModelConfig:
         ),
     )
     linear_conv_kernel_dim: int = model(
-        4, exclusive_min=0, help="gated delta net: tokens W that the convolution of queries, keys and values spans"
+        4,
+        exclusive_min=0,
+        help="gated delta net, Kimi delta attention: tokens W that the convolution of queries, keys and values spans",
     )
-    linear_key_head_dim: int = model(128, exclusive_min=0, help="gated delta net: channels of a query and key head")
-    linear_value_head_dim: int = model(128, exclusive_min=0, help="gated delta net: channels of a value head")
-    linear_num_key_heads: int = model(16, exclusive_min=0, help="gated delta net: number of query and key heads")
+    linear_key_head_dim: int = model(
+        128, exclusive_min=0, help="gated delta net, Kimi delta attention: channels of a query and key head"
+    )
+    linear_value_head_dim: int = model(
+        128, exclusive_min=0, help="gated delta net, Kimi delta attention: channels of a value head"
+    )
+    linear_num_key_heads: int = model(
+        16, exclusive_min=0, help="gated delta net, Kimi delta attention: number of query and key heads"
+    )
     linear_num_value_heads: int = model(
-        32, exclusive_min=0, help="gated delta net: number of value heads, a multiple of the key heads"
+        32,
+        exclusive_min=0,
+        help=(
+            "gated delta net: number of value heads, a multiple of the key heads; Kimi delta attention: as many as key "
+            "heads"
+        ),
     )
     mla_rotary_interleaved: bool = model(
         True, help="multi-latent attention: rotate channels 2i and 2i + 1 as a pair; off: i and i + half"
@@ -536,6 +552,18 @@ class ModelConfig:
         if self.hybrid_layer_pattern is not None:
             return "G" in self.hybrid_layer_pattern
         return self.experimental_attention_variant == "gated_delta_net"
+
+    @property
+    def uses_kda(self) -> bool:
+        """True if any layer is a Kimi delta attention."""
+        if self.hybrid_layer_pattern is not None:
+            return "K" in self.hybrid_layer_pattern
+        return self.experimental_attention_variant == "kda"
+
+    @property
+    def uses_delta_rule(self) -> bool:
+        """True if any layer is a gated delta net or a Kimi delta attention, which have the options linear_*."""
+        return self.uses_gated_delta_net or self.uses_kda
 
     @property
     def uses_mamba2(self) -> bool:

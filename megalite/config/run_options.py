@@ -227,7 +227,8 @@ class TrainConfig:
         ("core_attn",),
         help=(
             "modules of selective recomputation: core_attn (softmax), layernorm, mlp, moe, mla_up_proj (up-projections "
-            "of multi-latent attention), gdn (convolution and recurrence of gated delta nets), mamba (those of Mamba-2)"
+            "of multi-latent attention), gdn (convolution and recurrence of gated delta nets), kda and mamba (those of "
+            "Kimi delta attention and of Mamba-2)"
         ),
     )
     recompute_method: str | None = execution(

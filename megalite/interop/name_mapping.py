@@ -31,6 +31,7 @@ class TensorRule:
             key, and its value;
             "heads", "key heads": the same by attention head, and by key head of a gated delta net;
             "filters": a filter for each channel, [rows, 1, W];
+            "heads of four dims": a number for each head, [1, 1, heads, 1];
             "experts": a matrix for each expert, [E, rows, in];
             "reversed": the same, transposed, with gate and up interleaved: [E, in, rows], [E, F 2];
             "row": a vector as a matrix of one row.
@@ -134,8 +135,11 @@ class ModelFamily(TensorNames):
         query_scale_beta: Queries at position i are multiplied by 1 + this * log(1 + floor(i / n)), where YaRN extends a
             context of n tokens. megalite does not do that, so that only the first n positions can be used. 0: they are
             not multiplied.
-        recurrent_mixer: The mixer of the layers that layer_types names linear_attention, or without it all but every
-            full_attention_interval-th; "": there are none.
+        recurrent_mixer: The mixer of the layers that layer_types names linear_attention, or without it those before
+            every full_attention_interval-th, or, if it is no key of the family, all but layers 4, 8, ...; "": none.
+        linear_attn_keys: Key -> its name in the table linear_attn_config, where files may have it instead, together
+            with the numbers of the layers of each kind from 1.
+        spellings: Key -> its name in the files of this family, which may have either.
         even_heads: hidden_size must be a multiple of the number of heads.
         zero_centered_norms: Norm weights are stored as their difference from 1.
         scaled_embedding: The word embedding is multiplied by the square root of hidden_size.
@@ -157,6 +161,8 @@ class ModelFamily(TensorNames):
     group_score_topk: int = 0
     query_scale_beta: float = 0.0
     recurrent_mixer: str = ""
+    linear_attn_keys: Mapping[str, str] = field(default_factory=dict)
+    spellings: Mapping[str, str] = field(default_factory=dict)
     even_heads: bool = False
     zero_centered_norms: bool = False
     scaled_embedding: bool = False

@@ -102,6 +102,8 @@ def _external_shape(box: Box, spec: ParamSpec, form: str) -> tuple[int, ...]:
     shape = box.shape
     if form == "row":
         return (1, *shape)
+    if form == "heads of four dims":
+        return (1, 1, *shape, 1)
     if form == "filters":
         return (math.prod(shape[:-1]), 1, shape[-1])
     if form == "experts":

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from megalite.kernels.dispatch import accum_dtype
+from megalite.kernels.dispatch import accum_dtype, representatives
 
 HEAD_DECAY_CHUNK = 64
 CHANNEL_DECAY_CHUNK = 16  # D_ij has K elements
@@ -244,6 +244,12 @@ def _run_group(inputs: RecurrenceInputs, recurrence: Recurrence, state_BHKV: Ten
     return _from_chunks(outputs, len(inputs.v)), state.flatten(1, 2)
 
 
+def _group_length(group: tuple[int, slice]) -> int:
+    """Return the number of tokens of a numbered group."""
+    _, span = group
+    return span.stop - span.start
+
+
 @torch.no_grad()
 def recurrence_forward(
     inputs: RecurrenceInputs, recurrence: Recurrence, state_BHKV: Tensor | None
@@ -254,7 +260,7 @@ def recurrence_forward(
     states = inputs.v.new_zeros(len(groups), *inputs.state_shape, dtype=dtype)
     state = states[0].clone() if state_BHKV is None else state_BHKV.to(dtype)
     o_SBHV = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
-    for n, span in enumerate(groups):
+    for n, span in representatives([*enumerate(groups)], _group_length):
         states[n] = state
         o_SBHV[span], state = _run_group(inputs.tokens(span), recurrence.tokens(span), state)
     return o_SBHV, state, states
@@ -274,7 +280,8 @@ def recurrence_backward(
     """
     grads = RecurrenceInputs(*(None if x is None else torch.empty_like(x) for x in inputs))  # type: ignore[arg-type]
     dstate = dstate_BHKV.to(states.dtype)
-    for n, span in reversed(list(enumerate(recurrence.groups(inputs)))):
+    groups = [*enumerate(recurrence.groups(inputs))]
+    for n, span in representatives(groups[::-1], _group_length):
         with torch.enable_grad():
             group = RecurrenceInputs(
                 *(None if x is None else x.detach().requires_grad_() for x in inputs.tokens(span))  # type: ignore[arg-type]
@@ -341,7 +348,8 @@ def recurrence_map(inputs: RecurrenceInputs, recurrence: Recurrence) -> Tensor:
     state = inputs.v.new_zeros(B, H, K, columns + V, dtype=dtype)
     state[..., :columns] = 1.0 if columns == 1 else torch.eye(K, dtype=dtype, device=state.device)
     state = state.unflatten(1, (inputs.k.shape[2], -1))
-    for span in recurrence.groups(inputs):
+    groups = [*enumerate(recurrence.groups(inputs))]
+    for _, span in representatives(groups, _group_length):
         for chunk in _each_chunk(_prepare(inputs.tokens(span), recurrence.tokens(span))):
             # A starts as the identity and has no values of its own
             values = F.pad(chunk.u, (columns, 0))
@@ -356,7 +364,8 @@ def recurrence_state_grad(inputs: RecurrenceInputs, recurrence: Recurrence, do_S
     """Return the gradient [B, H, K, V] of the state before the tokens that comes from the outputs of these tokens."""
     dtype, G = accum_dtype(inputs.v), inputs.k.shape[2]
     dstate = inputs.v.new_zeros(inputs.state_shape, dtype=dtype).unflatten(1, (G, -1))
-    for span in reversed(recurrence.groups(inputs)):
+    groups = [*enumerate(recurrence.groups(inputs))]
+    for _, span in representatives(groups[::-1], _group_length):
         group = inputs.tokens(span)
         chunks = _prepare(group, recurrence.tokens(span))
         do_chunks = _to_chunks(do_SBHV[span], recurrence.chunk_size_of(group), G, dtype)

@@ -18,10 +18,11 @@ import contextlib
 import functools
 import importlib.util
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from megalite.common.optional_packages import MissingPackageError, missing_packa
 from megalite.config import env_overrides
 
 Fn = Callable[..., Any]
+T = TypeVar("T")
 # A CPU multiplies in a dtype if it has one of these capabilities (names of torch.cpu.get_capabilities).
 CPU_INSTRUCTIONS = {
     torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
@@ -66,6 +68,14 @@ class LaunchObserver(Protocol):
         """Observe a launch that is skipped."""
         ...
 
+    def num_events(self) -> int:
+        """Return the number of events so far, for `on_repeat`."""
+        ...
+
+    def on_repeat(self, first_event: int, times: int) -> None:
+        """Observe that the events from `first_event` on happen again, `times` times."""
+        ...
+
 
 _observer: ContextVar[LaunchObserver | None] = ContextVar("launch_observer", default=None)
 _options = {"kernels": "auto", "attention_kernel": "auto"}
@@ -84,6 +94,26 @@ def context_value(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 # observe_launches(observer): context manager in which `observer` gets the launches of kernels on the meta device, which
 # only allocate their outputs
 observe_launches = functools.partial(context_value, _observer)
+
+
+def representatives(items: Sequence[T], kind: Callable[[T], Hashable]) -> Iterator[T]:
+    """Yield the items; within `observe_launches`, only the first two of each kind.
+
+    All items of a kind must have the same work and memory, but for the first one. The observer counts the events of the
+    second for the others, too, so that the time for planning does not grow with their number.
+    """
+    observer = _observer.get()
+    numbers = Counter(map(kind, items))
+    seen: Counter[Hashable] = Counter()
+    for item in items:
+        key = kind(item)
+        seen[key] += 1
+        if observer is None or seen[key] == 1:
+            yield item
+        elif seen[key] == 2:
+            first_event = observer.num_events()
+            yield item
+            observer.on_repeat(first_event, numbers[key] - 2)
 
 
 def device_type(device: torch.device) -> str:

@@ -22,6 +22,7 @@ from megalite.config.options import ConfigError, ModelConfig
 from megalite.config.registry import REGISTRIES
 from megalite.nn.attention import Attention
 from megalite.nn.gated_delta_net import GatedDeltaNet
+from megalite.nn.kimi_delta_attention import KimiDeltaAttention
 from megalite.nn.latent_attention import LatentAttention
 from megalite.nn.mamba2 import Mamba2
 from megalite.nn.mlp import MLP
@@ -53,6 +54,13 @@ def build_gated_delta_net(
 ) -> GatedDeltaNet:
     """Return the gated delta net of a layer."""
     return GatedDeltaNet(make_param, name, model, layer, spec, "gdn" in recomputed)
+
+
+def build_kimi_delta_attention(
+    make_param: ParamFactory, name: str, model: ModelConfig, layer: int, spec: LayerSpec, recomputed: tuple[str, ...]
+) -> KimiDeltaAttention:
+    """Return the Kimi delta attention of a layer."""
+    return KimiDeltaAttention(make_param, name, model, layer, spec, "kda" in recomputed)
 
 
 def build_mamba2(

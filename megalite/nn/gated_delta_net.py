@@ -66,13 +66,14 @@ class GatedDeltaNet(RecurrentMixer):
         self.out_norm = parameter("out_norm", V, init=Constant(1.0), partial_grad_axes=("tp",), weight_decay=False)
         self.out = parameter("out", D, H * V, init=Normal(model.output_init_std), shards=((1, "tp"),))
 
-    def projections(self) -> list[Tensor]:
-        return [self._own_key_heads(self.qk), self.v, self.z, self.ba]
+    def projections(self) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+        return [self._own_key_heads(self.qk), self.v], self.z, [self.ba]
 
     def taps(self) -> tuple[Tensor, None]:
         return torch.cat([self._own_key_heads(self.conv_qk).flatten(0, 1), self.conv_v]), None
 
-    def recurrence_inputs(self, convolved_SBf: Tensor, gates_SBf: Tensor) -> RecurrenceInputs:
+    def recurrence_inputs(self, convolved_SBf: Tensor, gates: tuple[Tensor, ...]) -> RecurrenceInputs:
+        (gates_SBf,) = gates
         K, V = self.key_dim, self.value_dim
         dtype = accum_dtype(gates_SBf)
         b_SBh, a_SBh = gates_SBf.to(dtype).chunk(2, -1)

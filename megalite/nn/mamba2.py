@@ -68,14 +68,15 @@ class Mamba2(RecurrentMixer):
         self.out_norm = parameter("out_norm", H * P, init=Constant(1.0), weight_decay=False, **by_heads)
         self.out = parameter("out", D, H * P, init=Normal(model.output_init_std), shards=((1, "tp"),))
 
-    def projections(self) -> list[Tensor]:
-        return [self.x, self.bc, self.z, self.dt]
+    def projections(self) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+        return [self.x, self.bc], self.z, [self.dt]
 
     def taps(self) -> tuple[Tensor, Tensor]:
         taps = torch.cat([self.conv_x, self.conv_bc.flatten(0, 1)])
         return taps, torch.cat([self.conv_x_bias, self.conv_bc_bias.flatten()])
 
-    def recurrence_inputs(self, convolved_SBf: Tensor, gates_SBf: Tensor) -> RecurrenceInputs:
+    def recurrence_inputs(self, convolved_SBf: Tensor, gates: tuple[Tensor, ...]) -> RecurrenceInputs:
+        (gates_SBf,) = gates
         x_SBhP, keys_SBf, queries_SBf = self._split(convolved_SBf)
         dt_SBh = F.softplus(gates_SBf.to(accum_dtype(gates_SBf)) + self.dt_bias)
         k, q = (x.unflatten(-1, (-1, self.state_dim)) for x in (keys_SBf, queries_SBf))

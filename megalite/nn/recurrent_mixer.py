@@ -46,21 +46,25 @@ class RecurrentMixer(nn.Module):
     def extra_repr(self) -> str:
         return shapes(self)
 
-    def projections(self) -> list[Tensor]:
-        """Return the column-parallel weights: of the convolved channels, in their order, of z and of the gates."""
+    def projections(self) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+        """Return the column-parallel weights: of the convolved channels, in their order, of z, and of the gates."""
         raise NotImplementedError
 
     def taps(self) -> tuple[Tensor, Tensor | None]:
         """Return the taps [C, W] of this rank's convolved channels and their biases [C]; None: they have none."""
         raise NotImplementedError
 
-    def recurrence_inputs(self, convolved_SBf: Tensor, gates_SBf: Tensor) -> RecurrenceInputs:
-        """Return the inputs of the recurrence, given the channels after the convolution and the gates."""
+    def recurrence_inputs(self, convolved_SBf: Tensor, gates: tuple[Tensor, ...]) -> RecurrenceInputs:
+        """Return the inputs of the recurrence, given the channels after the convolution and the gates [S, B, f]."""
         raise NotImplementedError
 
     def add_skip(self, o_SBhV: Tensor, convolved_SBf: Tensor) -> Tensor:
         """Return the output of the recurrence plus what passes by it: nothing."""
         return o_SBhV
+
+    def output_gate(self, z_SBf: Tensor) -> Tensor:
+        """Return the gate [S, B, f] of the output, given the product of its projection: that itself."""
+        return z_SBf
 
     def gated_norm(self, o_SBhV: Tensor, z_SBf: Tensor) -> Tensor:
         """Return the input [S, B, f] of the last projection."""
@@ -68,27 +72,31 @@ class RecurrentMixer(nn.Module):
 
     def forward(self, x_sBD: Tensor, batch: Batch, ctx: ForwardContext) -> Tensor:
         """Return y_sBD, the output of the layer before the residual is added."""
-        *convolved, z_SBf, gates_SBf = column_parallel_linear(x_sBD, self.projections(), self.tp, ctx.wgrad_store)
-        conv_input_SBf = torch.cat(convolved, -1)
+        conv_weights, z_weight, gate_weights = self.projections()
+        weights = [*conv_weights, z_weight, *gate_weights]
+        projected = column_parallel_linear(x_sBD, weights, self.tp, ctx.wgrad_store)
+        num_convolved = len(conv_weights)
+        conv_input_SBf = torch.cat(projected[:num_convolved], -1)
+        z_SBf, *gates = projected[num_convolved:]
         if ctx.cache is not None:
             core = partial(self._cached_core, cache=ctx.cache)
         else:
             core = partial(self._core, batch=batch)
         is_recomputed = self.recompute_core and self.training
-        o_SBhV = recompute(core, conv_input_SBf, gates_SBf) if is_recomputed else core(conv_input_SBf, gates_SBf)
-        gated = partial(self.gated_norm, o_SBhV, z_SBf)
+        o_SBhV = recompute(core, conv_input_SBf, *gates) if is_recomputed else core(conv_input_SBf, *gates)
+        gated = partial(self.gated_norm, o_SBhV, self.output_gate(z_SBf))
         return checkpoint_without_output(
             gated, partial(row_parallel_linear, weight_Df=self.out, tp=self.tp, wgrad_store=ctx.wgrad_store)
         )
 
-    def _core(self, conv_input_SBf: Tensor, gates_SBf: Tensor, *, batch: Batch) -> Tensor:
+    def _core(self, conv_input_SBf: Tensor, *gates: Tensor, batch: Batch) -> Tensor:
         """Return o_SBhV of complete samples, or of this rank's part of samples that are sharded over cp."""
         document_start = None if batch.documents is None else batch.documents.document_start_BS
         taps, bias = self.taps()
         if batch.cp_sharding is None:
             convolved_SBf = short_conv(conv_input_SBf, taps, document_start, bias_C=bias)
             recurrence = replace(self.recurrence, documents_BS=document_start)
-            o_SBhV, _ = delta_rule(self.recurrence_inputs(convolved_SBf, gates_SBf), recurrence)
+            o_SBhV, _ = delta_rule(self.recurrence_inputs(convolved_SBf, gates), recurrence)
             return self.add_skip(o_SBhV, convolved_SBf)
         width = taps.shape[1] - 1
         ranges = batch.cp_sharding.contiguous_ranges(self.cp.rank)
@@ -99,11 +107,11 @@ class RecurrentMixer(nn.Module):
             for part, positions, earlier_TBC in zip(parts, ranges, earlier, strict=True)
         ]
         convolved_SBf = torch.cat(outputs)
-        inputs = self.recurrence_inputs(convolved_SBf, gates_SBf)
+        inputs = self.recurrence_inputs(convolved_SBf, gates)
         o_SBhV = context_parallel_delta_rule(inputs, self.recurrence, document_start, self.cp, batch.cp_sharding)
         return self.add_skip(o_SBhV, convolved_SBf)
 
-    def _cached_core(self, conv_input_SBf: Tensor, gates_SBf: Tensor, *, cache: MixerCache) -> Tensor:
+    def _cached_core(self, conv_input_SBf: Tensor, *gates: Tensor, cache: MixerCache) -> Tensor:
         """Return o_SBhV of new tokens, and replace the layer's state and last inputs by those after them.
 
         Padding after the new tokens of a sample has no decay, no correction and no value, so it leaves the state as it
@@ -117,12 +125,16 @@ class RecurrentMixer(nn.Module):
         else:
             state, earlier = None, conv_input_SBf.new_zeros(width, B, f)
         convolved_SBf = short_conv(conv_input_SBf, taps, None, earlier, bias)
-        inputs = self.recurrence_inputs(convolved_SBf, gates_SBf)
-        is_new_SB1 = (torch.arange(S, device=conv_input_SBf.device)[:, None] < cache.num_new_B).unsqueeze(-1)
+        inputs = self.recurrence_inputs(convolved_SBf, gates)
+        is_new_SB = torch.arange(S, device=conv_input_SBf.device)[:, None] < cache.num_new_B
+
+        def only_new(x: Tensor) -> Tensor:
+            return x.where(is_new_SB.view(S, B, *[1] * (x.dim() - 2)), 0.0)
+
         inputs = inputs._replace(
-            log_decay=inputs.log_decay.where(is_new_SB1, 0.0),
-            v=inputs.v.where(is_new_SB1.unsqueeze(-1), 0.0),
-            beta=None if inputs.beta is None else inputs.beta.where(is_new_SB1, 0.0),
+            log_decay=only_new(inputs.log_decay),
+            v=only_new(inputs.v),
+            beta=None if inputs.beta is None else only_new(inputs.beta),
         )
         o_SBhV, state = delta_rule(inputs, self.recurrence, state)
         conv_inputs_TBf = torch.cat([earlier, conv_input_SBf])

@@ -288,6 +288,12 @@ class CostRecorder(MetaMode):
         else:
             self.trace.append(MemoryOp(self.phase, name, _unique_bytes(args)))
 
+    def num_events(self) -> int:
+        return len(self.trace)
+
+    def on_repeat(self, first_event: int, times: int) -> None:
+        self.trace += self.trace[first_event:] * times
+
     def on_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Any, ...]) -> None:
         packet = op._overloadpacket
         if not self.phase or op.is_view or packet in NO_COST_OPS:

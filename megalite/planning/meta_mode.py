@@ -104,6 +104,13 @@ class MetaMode(TorchDispatchMode):
     def on_launch(self, kernel: Kernel, args: tuple[Any, ...]) -> None:
         """Handle a kernel launch, which creates no tensors. Subclasses override it."""
 
+    def num_events(self) -> int:
+        """Return the number of events so far. Subclasses that count events override it."""
+        return 0
+
+    def on_repeat(self, first_event: int, times: int) -> None:
+        """Handle events that happen again. Subclasses that count events override it."""
+
     def on_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Any, ...]) -> None:
         """Handle an operation that has run. Subclasses override it."""
 

@@ -27,6 +27,8 @@ from megalite.nn.attention import Attention
 from megalite.nn.context_parallel import ContextParallelAttention
 from megalite.nn.embedding import Embedding
 from megalite.nn.gated_delta_net import GatedDeltaNet
+from megalite.nn.kimi_delta_attention import KimiDeltaAttention
+from megalite.nn.mamba2 import Mamba2
 from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.parameter import spec_of
 from megalite.nn.router import Router
@@ -58,6 +60,9 @@ LATENT = f"""{LLAMA} --multi-latent-attention --q-lora-rank 192 --kv-lora-rank 1
  --qk-pos-emb-head-dim 32 --v-head-dim 64 --qk-layernorm"""
 DELTA = f"""{LLAMA} --experimental-attention-variant gated_delta_net --linear-attention-freq [1,0]
  --linear-num-key-heads 8 --linear-num-value-heads 16 --linear-key-head-dim 64 --linear-value-head-dim 64"""
+KIMI = f"""{LLAMA} --experimental-attention-variant kda --linear-attention-freq [1,0] --linear-num-key-heads 16
+ --linear-num-value-heads 16 --linear-key-head-dim 64 --linear-value-head-dim 64"""
+MAMBA = f"{LLAMA} --hybrid-layer-pattern M-*- --mamba-num-groups 4"
 DEPTHS = "--mtp-num-layers 2"
 LLAMA2_70B = "--preset llama2-70b --micro-batch-size 1 --global-batch-size 32 --train-iters 9 --lr 3e-4 --mock-data"
 DROPOUT = "--hidden-dropout 0.1"
@@ -462,6 +467,50 @@ def convolution_starts_afresh_at_each_range(earlier_tokens: Any, *args: Any) -> 
 def state_passes_through_ranges_in_the_order_of_the_ranks(init: Any, ranges: Any, *args: Any) -> None:
     init(ranges, *args)
     ranges.all = sorted(ranges.all)
+
+
+@mistake(
+    KimiDeltaAttention,
+    "__init__",
+    flags=f"{KIMI} {TP}",
+    first={"kind": "gradient", "step": 1, "name": "layers.0.kda.f_down", "layer": 0},
+    all_differing="f_down",
+)
+def gradient_of_the_first_matrix_of_the_decay_is_not_summed_over_tp(
+    init: Any, mixer: KimiDeltaAttention, *args: Any
+) -> None:
+    init(mixer, *args)
+    mixer.f_down.spec = replace(spec_of(mixer.f_down), partial_grad_axes=())  # type: ignore[assignment]
+
+
+@mistake(
+    Mamba2,
+    "__init__",
+    flags=f"{MAMBA} {TP}",
+    first={"kind": "forward", "step": 1, "name": "layers.0.mamba2", "layer": 0},
+)
+def norm_of_a_group_spans_the_channels_of_the_rank(init: Any, mixer: Mamba2, *args: Any) -> None:
+    init(mixer, *args)
+    gated_norm = mixer.gated_norm
+
+    def of_one_group(o_SBhV: Tensor, z_SBf: Tensor) -> Tensor:
+        groups, mixer.num_groups = mixer.num_groups, 1
+        try:
+            return gated_norm(o_SBhV, z_SBf)
+        finally:
+            mixer.num_groups = groups
+
+    mixer.gated_norm = of_one_group  # type: ignore[method-assign]
+
+
+@mistake(
+    recurrent_context_parallel,
+    "apply_map",
+    flags=f"{MAMBA} {CP}",
+    first={"kind": "forward", "step": 1, "name": "layers.0.mamba2", "layer": 0},
+)
+def state_does_not_decay_across_a_range(_: Any, A: Tensor, U: Tensor, state: Tensor) -> Tensor:
+    return state + U
 
 
 # ---- multi-token prediction

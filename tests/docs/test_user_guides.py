@@ -152,12 +152,14 @@ def test_guide_from_megatron(tmp_path: Path) -> None:
     write_text_files(tmp_path / "text", 2_000)
     for command in documents.commands_of(SHORTER["before"], "before"):
         shell.type(command)
-    plan, train, import_command, export_command = page_commands("from_megatron.md")
+    plan, train, import_command, export_command, hybrid_command = page_commands("from_megatron.md")
     assert "6,738,415,616" in shell.type(plan)  # a Llama 2 of 7 B
     assert "weights of" in shell.type(train) and (tmp_path / "runs/mine/iter_0000002").is_dir()
     assert "all bits equal" in shell.type(import_command)
     shell.type(export_command)
     assert {path.name for path in (tmp_path / "new/checkpoints/release").iterdir()} == {"mp_rank_00", "mp_rank_01"}
+    shell.type(hybrid_command)
+    assert {path.name for path in (tmp_path / "new/hybrid/release").iterdir()} == {"mp_rank_00"}
 
 
 @pytest.mark.nightly(guards=("docs/index.md",))

@@ -381,7 +381,8 @@ def test_older_args_name_the_same_model() -> None:
     "pattern,changes,reason",
     [
         ("M-*-", {}, "hybrid_layer_pattern='M-[*]-' has M, a Mamba layer, which is not converted"),
-        ("K-*-", {}, "hybrid_layer_pattern='K-[*]-' has K, Kimi delta attention, which is not supported"),
+        ("K-*-", {}, "hybrid_layer_pattern='K-[*]-' has K, Kimi delta attention, which is not converted"),
+        ("D-*-", {}, "hybrid_layer_pattern='D-[*]-' has D, sparse attention, which is not supported"),
         ("G*-", {}, "has G, a gated delta net, which is not converted"),
         ("*-+", {}, "has [+], multi-latent attention, which is not converted"),
         ("*-/*-", {"num_layers": 4}, "has /, multi-token prediction, which is not converted"),

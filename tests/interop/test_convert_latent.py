@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, Kimi K2, GLM-4.5 and Youtu: configurations, depths of multi-token prediction, FP8 weights."""
+"""DeepSeek-V2 and V3, Kimi K2, Kimi-Linear, GLM-4.5 and Youtu: configurations, depths of multi-token prediction, FP8 weights."""
 
 import json
 import re
@@ -34,6 +34,8 @@ from test_convert_megatron import tool
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
+from megalite.checkpoint.offline import open_checkpoint
+from megalite.config.option_parsers import parse_layer_pattern
 from megalite.config.options import build
 from megalite.interop.huggingface.config_json import choose_family, read_config, write_config
 from megalite.interop.huggingface.model_files import open_model
@@ -49,7 +51,10 @@ from tools import convert_checkpoint
 PUBLISHED = toml_tables.read_table("interop/published_configs")
 for published in PUBLISHED.values():
     published.update({key: None for key, value in published.items() if value == "null"})
-ONLY_READ = {"partial_rotary_factor"}  # of GLM-4.7-Flash, where it is 1
+ONLY_READ = {
+    "glm4_moe_lite": ["partial_rotary_factor"],  # is 1
+    "kimi_linear": ["head_dim", "rope_theta"],  # have no effect
+}
 
 
 # ---- configurations
@@ -61,11 +66,11 @@ def test_published_configuration_is_read_and_written(name: str) -> None:
     assert choose_family(model, family, None) == family
     written = write_config(model, family, options["vocab_size"], "bfloat16", {})
     expected = {key: value for key, value in config.items() if key not in ("rope_scaling", "model_type")}
-    if family == "glm4_moe_lite":
-        expected.pop("partial_rotary_factor")
+    for key in ONLY_READ.get(family, []):
+        expected.pop(key)
     assert {key: written[key] for key in expected} == expected
     assert written["model_type"] == {"kimi_k2": "deepseek_v3"}.get(config["model_type"], config["model_type"])
-    scaling = config["rope_scaling"] or {}
+    scaling = config.get("rope_scaling") or {}
     assert {key: (written["rope_scaling"] or {}).get(key) for key in scaling} == scaling
 
 
@@ -73,6 +78,7 @@ def test_published_models_have_their_published_size() -> None:
     """Parameters without those of depths, from the models' pages, in 10^9."""
     sizes = {"deepseek-v2-lite": 15.7, "deepseek-v2": 235.7, "deepseek-v3": 671.0, "moonlight-16b-a3b": 15.96}
     sizes |= {"kimi-k2": 1026.4, "glm-4.5-air": 106.9, "glm-4.5": 352.8, "glm-4.7-flash": 29.9}
+    sizes |= {"kimi-linear": 49.1}
     for name, expected in sizes.items():
         _, options = read_config(PUBLISHED[name], None, name)
         model = build_model_config({**options, "mtp_num_layers": 0}, name)
@@ -95,6 +101,51 @@ def test_presets_equal_the_published_models(preset: str, name: str) -> None:
     assert published.moe_layers == local.moe_layers
     assert differing - {"layers"} <= stretched | training | {"mtp_num_layers", "vocab_size"}
     assert published.group_score_topk == local.group_score_topk
+
+
+def test_layers_of_kimi_linear_are_read_from_either_place() -> None:
+    """Published files have a table, and transformers saves keys of its own; without any, layers 4, 8, ... attend."""
+    published = PUBLISHED["kimi-linear"]
+    _, expected = read_config(published, None, "it")
+    linear = published["linear_attn_config"]
+    pattern = parse_layer_pattern(expected["linear_attention_freq"], 27)
+    assert [n for n, is_recurrent in enumerate(pattern, 1) if is_recurrent] == linear["kda_layers"]
+    saved = {key: value for key, value in published.items() if key != "linear_attn_config"}
+    saved |= {"linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4}
+    kinds = ["linear_attention" if n in linear["kda_layers"] else "full_attention" for n in range(1, 28)]
+    assert read_config({**saved, "layer_types": kinds}, None, "it")[1] == expected
+    from transformers import KimiLinearConfig
+
+    _, by_default = read_config(saved, None, "it")
+    attending = [n for n, kind in enumerate(KimiLinearConfig(**saved).layer_types) if kind == "full_attention"]
+    pattern = parse_layer_pattern(by_default["linear_attention_freq"], 27)
+    assert [n for n, is_recurrent in enumerate(pattern) if not is_recurrent] == attending == [4, 8, 12, 16, 20, 24]
+
+
+@pytest.mark.parametrize(
+    "changes,problem",
+    [
+        ({"full_attn_layers": [4, 8]}, "layer_types has 'None', which kimi_linear does not have"),
+        ({"num_heads": 0}, "linear_num_key_heads=0 is too small"),
+    ],
+)
+def test_layers_that_kimi_linear_does_not_name_are_refused(changes: dict[str, Any], problem: str) -> None:
+    config = PUBLISHED["kimi-linear"]
+    linear = {**config["linear_attn_config"], **changes}
+    with pytest.raises(CheckpointError, match=problem):
+        build_model_config(read_config({**config, "linear_attn_config": linear}, None, "it")[1], "it")
+
+
+def test_dense_layers_of_kimi_linear_are_read_as_transformers_saves_them(models, tmp_path: Path) -> None:
+    """It renames them as it does experts (with save_pretrained of 5.23)."""
+    hf_model, hf_dir = models("kimi_linear")
+    hf_model.save_pretrained(tmp_path / "saved")
+    assert "model.layers.0.block_sparse_moe.gate_proj.weight" in load_file(tmp_path / "saved" / "model.safetensors")
+    for form, source in (("published", hf_dir), ("saved", tmp_path / "saved")):
+        assert tool("--from-hf", source, "--save", tmp_path / f"from-{form}", "--check-bits") == 0
+    published, saved = (open_checkpoint(tmp_path / f"from-{form}") for form in ("published", "saved"))
+    assert published.manifest.tensors.keys() == saved.manifest.tensors.keys()
+    assert all(torch.equal(published.read(key), saved.read(key)) for key in published.manifest.tensors)
 
 
 def test_queries_are_not_scaled_in_the_original_context() -> None:

@@ -243,14 +243,15 @@ def test_short_conv_of_another_document_changes_no_bit() -> None:
     assert torch.equal(before[:5], after[:5]) and torch.equal(before[11:], after[11:])
 
 
+@pytest.mark.parametrize("sigmoid_gate", [False, True])
 @pytest.mark.parametrize("gate_first,weight_shape", [(False, (V,)), (True, (V,)), (True, (H, V))])
-def test_gated_norm_equals_the_definition(gate_first: bool, weight_shape: tuple[int, ...]) -> None:
+def test_gated_norm_equals_the_definition(gate_first: bool, weight_shape: tuple[int, ...], sigmoid_gate: bool) -> None:
     o, z = (_random(7, B, H, V, seed=seed).requires_grad_() for seed in (13, 14))
     weight = _random(*weight_shape, seed=15).requires_grad_()
-    gate = z * torch.sigmoid(z)
+    gate = torch.sigmoid(z) if sigmoid_gate else z * torch.sigmoid(z)
     expected = F.rms_norm(o * gate, (V,), None, 1e-5) if gate_first else F.rms_norm(o, (V,), None, 1e-5) * gate
     expected = expected * weight
-    actual = gated_norm(o, z, weight, 1e-5, gate_first)
+    actual = gated_norm(o, z, weight, 1e-5, gate_first=gate_first, sigmoid_gate=sigmoid_gate)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     dy = _random(*o.shape, seed=16)
     for grad, expected_grad in zip(

@@ -204,7 +204,7 @@ def test_use_checkpoint_args_takes_the_pattern_without_its_borders(tmp_path: Pat
     "flags,message",
     [
         ("--hybrid-layer-pattern *-x", "hybrid_layer_pattern='*-x' has 'x' at position 2; use * (attention), + (multi-"),
-        ("--hybrid-layer-pattern K-*-", "hybrid_layer_pattern='K-*-' has K, Kimi delta attention, which is not supported"),
+        ("--hybrid-layer-pattern D-*-", "hybrid_layer_pattern='D-*-' has D, sparse attention, which is not supported"),
         ("--hybrid-layer-pattern *-||*-", "hybrid_layer_pattern='*-||*-' is empty or has a stage without layers"),
         ("--hybrid-layer-pattern *-*- --num-layers 3", "num_layers=3 disagrees with hybrid_layer_pattern='*-*-', which "
          "has 2 layers, or 4 letters; drop it"),

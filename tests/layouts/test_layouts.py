@@ -233,6 +233,7 @@ def test_latent_attention_equals_one_process(item: Row) -> None:
         row_name,
         guards=(
             "megalite/nn/gated_delta_net.py",
+            "megalite/nn/kimi_delta_attention.py",
             "megalite/nn/mamba2.py",
             "megalite/nn/recurrent_mixer.py",
             "megalite/nn/recurrent_context_parallel.py",

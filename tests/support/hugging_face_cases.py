@@ -50,7 +50,15 @@ def create_model(name: str, directory: Path, **changes: Any) -> Any:
         for parameter in (*model.parameters(), *biases):
             parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(directory)
+    if config.model_type == "kimi_linear":
+        tensors = load_file(directory / "model.safetensors")
+        save_file({published_name(name): x for name, x in tensors.items()}, directory / "model.safetensors")
     return model
+
+
+def published_name(name: str) -> str:
+    """Return a name as in published files: transformers also renames the dense layers as it does experts."""
+    return re.sub(r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj", name)
 
 
 NUM_DEPTHS = 2  # of multi-token prediction, in `with_depths`

@@ -94,8 +94,8 @@ COVERING_RECURRENT_ROWS = cover(
     lambda row: {
         **features(row),
         "cp": row.value("--context-parallel-size", "1"),
-        "recomputed": "gdn" in row.args or "mamba" in row.args,
+        "recomputed": not {"gdn", "kda", "mamba"}.isdisjoint(row.args),
         "replicated keys": row.sizes[0] == 4,
-        "mixer": "mamba" if "--mamba-head-dim" in row.args else "gdn",
+        "mixer": next((name for name in ("kda", "mamba") if row.name.startswith(name)), "gdn"),
     },
 )

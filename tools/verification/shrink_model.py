@@ -67,8 +67,8 @@ def shrink_model(config: Config, requested: Layout, layout: Layout, stages: Smal
             changes["cp_comm_type"] = tuple(model.layers[i].cp_comm_type for i in stages.layers)
     if cp == 1:
         changes["cp_comm_type"] = ("allgather",)
-    if model.uses_gated_delta_net:
-        changes |= _shrink_gated_delta_net(model, requested, layout)
+    if model.uses_delta_rule:
+        changes |= _shrink_delta_rule(model, requested, layout)
     if model.uses_mamba2:
         changes |= _shrink_mamba2(model, requested, layout)
     if model.num_experts:
@@ -126,7 +126,7 @@ def _shrink_heads(config: Config, requested: Layout, layout: Layout) -> tuple[in
     return num_heads, num_groups
 
 
-def _shrink_gated_delta_net(model: ModelConfig, requested: Layout, layout: Layout) -> dict[str, Any]:
+def _shrink_delta_rule(model: ModelConfig, requested: Layout, layout: Layout) -> dict[str, Any]:
     """Return as few key and value heads as keep whether heads are shared, and whether ranks share a key head.
 
     The first outputs of a document may be small. With a small epsilon, their norm would magnify the rounding of fp64

@@ -40,15 +40,17 @@ def position_notes(config: Config) -> Iterator[Problem]:
         )
         for name in options_set(config, *latent_only):
             yield no_effect(shown(config, name), without="multi_latent_attention")
-    if not model.uses_gated_delta_net:
+    if not model.uses_delta_rule:
         linear_only = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim")
         for name in options_set(config, *linear_only, "linear_num_key_heads", "linear_num_value_heads"):
-            yield no_effect(shown(config, name), without="experimental_attention_variant", value="gated_delta_net")
+            yield no_effect(
+                shown(config, name), without="experimental_attention_variant", value="gated_delta_net or kda"
+            )
     if not model.uses_mamba2:
         for name in options_set(config, "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"):
             yield no_effect(shown(config, name), without="hybrid_layer_pattern", value="with M")
     pattern = model.hybrid_layer_pattern or ""
-    if pattern and set(pattern) <= set("MG-E|/"):  # a plugin's mixer may read options of attention
+    if pattern and set(pattern) <= set("GKM-E|/"):  # a plugin's mixer may read options of attention
         for name in options_set(config, "attention_output_gate", "qk_layernorm", "window_size", "softmax_type"):
             yield Problem(
                 f"{shown(config, name)} has no effect: hybrid_layer_pattern={pattern} has no attention",
@@ -56,7 +58,9 @@ def position_notes(config: Config) -> Iterator[Problem]:
             )
     if model.linear_attention_freq is not None and model.experimental_attention_variant is None:
         yield no_effect(
-            shown(config, "linear_attention_freq"), without="experimental_attention_variant", value="gated_delta_net"
+            shown(config, "linear_attention_freq"),
+            without="experimental_attention_variant",
+            value="gated_delta_net or kda",
         )
     if model.no_rope_freq and not model.allows_rope:
         yield no_effect(shown(config, "no_rope_freq"), without="position_embedding_type", value="rope")

@@ -243,7 +243,7 @@ def model_problems(config: Config) -> Iterator[Problem]:
     yield from _head_size_problems(config)
     yield from _list_value_problems(config)
     yield from _pattern_problems(config)
-    yield from _gated_delta_net_problems(config)
+    yield from _delta_rule_problems(config)
     yield from _mamba2_problems(config)
     yield from _window_problems(config)
     yield from _balancing_loss_problems(config)
@@ -308,8 +308,8 @@ def _hybrid_model_problems(config: Config) -> Iterator[Problem]:
         )
 
 
-def _gated_delta_net_problems(config: Config) -> Iterator[Problem]:
-    """Yield the problems of recurrent layers and of their heads."""
+def _delta_rule_problems(config: Config) -> Iterator[Problem]:
+    """Yield the problems of gated delta nets and Kimi delta attention, and of their heads."""
     model = config.model
     variant = model.experimental_attention_variant
     if variant is not None and model.hybrid_layer_pattern is None and model.linear_attention_freq is None:
@@ -318,11 +318,17 @@ def _gated_delta_net_problems(config: Config) -> Iterator[Problem]:
             "in every fourth layer",
             options=("experimental_attention_variant", "linear_attention_freq"),
         )
-    if not model.uses_gated_delta_net:
+    if not model.uses_delta_rule:
         return
     tp = config.parallel.tensor_model_parallel_size
     keys, values = model.linear_num_key_heads, model.linear_num_value_heads
-    if values % keys:
+    if model.uses_kda and keys != values:
+        yield Problem(
+            f"linear_num_key_heads={keys} and linear_num_value_heads={values}: Kimi delta attention has as many key as "
+            "value heads; make them equal",
+            options=("linear_num_key_heads", "linear_num_value_heads"),
+        )
+    elif values % keys:
         yield does_not_divide("linear_num_key_heads", keys, "linear_num_value_heads", values)
     if values % tp:
         yield does_not_divide("tensor_model_parallel_size", tp, "linear_num_value_heads", values)
@@ -379,6 +385,7 @@ def _list_value_problems(config: Config) -> Iterator[Problem]:
     mixer_modules = {
         "mla_up_proj": model.multi_latent_attention,
         "gdn": model.uses_gated_delta_net,
+        "kda": model.uses_kda,
         "mamba": model.uses_mamba2,
     }
     for name, (proposed, accepted) in LIST_VALUES.items():

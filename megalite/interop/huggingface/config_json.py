@@ -46,6 +46,7 @@ _GROUP_METHOD = "topk_method"
 _GROUP_METHODS = {False: "greedy", True: "group_limited_greedy"}  # are there groups -> value of the key
 LINEAR_ATTENTION = "linear_attention"  # a value of layer_types
 _INTERVAL = "full_attention_interval"
+_LINEAR_ATTN, _RECURRENT, _ATTENDING = "linear_attn_config", "kda_layers", "full_attn_layers"
 DENSE, SPARSE = "dense", "sparse"  # values of mlp_layer_types
 _CONSTANTS = load_table(__file__, "constants")
 ALIASES: Mapping[str, str] = _CONSTANTS["aliases"]  # model_type -> the family with the same model
@@ -70,6 +71,7 @@ def read_config(config: Json, seq_length: int | None, source: str) -> tuple[str,
         reason = reason or f"is not one of {', '.join(FAMILIES)}; convert a model of one of these"
         raise CheckpointError(f"{source}: model_type={model_type!r} {reason}")
     family: ModelFamily = FAMILIES.get(model_type)
+    config = _with_common_keys(config, family)
     options: Json = dict(family.fixed_options)
     problems = _read_sizes(config, family, options)
     problems += _read_activation(config, family, options)
@@ -97,6 +99,41 @@ def read_config(config: Json, seq_length: int | None, source: str) -> tuple[str,
             problems += layer_problems
     raise_problems(problems, f"{source} describes a model that megalite cannot express")
     return family.name, {name: value for name, value in options.items() if value is not None}
+
+
+def _with_common_keys(config: Json, family: ModelFamily) -> Json:
+    """Return a config.json with the keys that families share in place of those of `family` alone."""
+    config = dict(config)
+    for key, spelling in family.spellings.items():
+        if spelling in config:
+            config[key] = config.pop(spelling)
+    linear_attn = config.get(_LINEAR_ATTN)
+    if not family.linear_attn_keys or not isinstance(linear_attn, dict):
+        return config
+    for key, name in family.linear_attn_keys.items():
+        if name in linear_attn:
+            config[key] = linear_attn[name]
+    attending, recurrent = linear_attn.get(_ATTENDING), linear_attn.get(_RECURRENT)
+    num_layers = config.get("num_hidden_layers")
+    if config.get("layer_types") is None and isinstance(attending, list) and isinstance(recurrent, list):
+        kinds = dict.fromkeys(recurrent, LINEAR_ATTENTION) | dict.fromkeys(attending, FULL_ATTENTION)
+        if type(num_layers) is int and 0 < num_layers <= MAX_LAYERS_IN_PATTERN:
+            config["layer_types"] = [kinds.get(number) for number in range(1, num_layers + 1)]
+    return config
+
+
+def _with_own_keys(config: Json, family: ModelFamily) -> Json:
+    """Return a config.json with the keys of `family` in place of those that families share."""
+    for key, spelling in family.spellings.items():
+        if key in config:
+            config[spelling] = config.pop(key)
+    if family.linear_attn_keys:
+        numbered = list(enumerate(config["layer_types"], 1))
+        config[_LINEAR_ATTN] = {name: config.pop(key) for key, name in family.linear_attn_keys.items()} | {
+            _RECURRENT: [number for number, kind in numbered if kind == LINEAR_ATTENTION],
+            _ATTENDING: [number for number, kind in numbered if kind == FULL_ATTENTION],
+        }
+    return config
 
 
 def _read_sizes(config: Json, family: ModelFamily, options: Json) -> list[str]:
@@ -171,7 +208,7 @@ def _latent_head_problems(config: Json, family: ModelFamily, options: Json) -> l
         if head_dim not in (None, rotated + content):
             rule = f"qk_nope_head_dim + qk_rope_head_dim = {rotated + content}"
             problems.append(f"head_dim={head_dim!r} is not {rule}, which {family.name} uses")
-    elif head_dim not in (None, rotated):
+    elif head_dim not in (None, rotated) and options["position_embedding_type"] != "none":
         problems.append(f"head_dim={head_dim!r} is not qk_rope_head_dim={rotated!r}, which {family.name} uses")
     return problems
 
@@ -267,7 +304,8 @@ def incompatibilities(model: ModelConfig, family: ModelFamily) -> list[str]:
     if family.has_latent_attention and model.multi_latent_attention and not model.qk_pos_emb_head_dim:
         return [f"qk_pos_emb_head_dim=0, but {family.name} fails in transformers without rotated channels"]
     written = write_config(model, family.name, 1, "", {})
-    if missing := [option for option, key in family.keys.items() if written[key.split()[0]] is None]:
+    by_common_key = _with_common_keys(written, family)
+    if missing := [option for option, key in family.keys.items() if by_common_key[key.split()[0]] is None]:
         return [f"{option}={getattr(model, option)}, but {family.name} always has this option" for option in missing]
     reread = build(read_config(written, None, family.name)[1]).model
     local, external = _functional_options(model), _functional_options(reread)
@@ -334,9 +372,11 @@ def _functional_options(model: ModelConfig) -> Json:
     else:
         irrelevant |= {"q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"}
         irrelevant.add("mla_rotary_interleaved")
+    if not model.uses_rope:
+        irrelevant.add("mla_rotary_interleaved")
     if not model.num_mtp_depths:
         irrelevant.add("mtp_use_repeated_layer")
-    if not model.uses_gated_delta_net:
+    if not model.uses_delta_rule:
         irrelevant |= {name for name in effects if name.startswith("linear_")}
     if not model.uses_mamba2:
         irrelevant |= {name for name in effects if name.startswith("mamba_")}
@@ -384,6 +424,7 @@ def write_config(model: ModelConfig, name: str, vocab_size: int, dtype: str, tok
     if family.recurrent_mixer:
         config["layer_types"] = [LINEAR_ATTENTION if layer.is_recurrent else FULL_ATTENTION for layer in model.layers]
     config |= _write_experts(model, family)
+    config = _with_own_keys(config, family)
     return config | {"bos_token_id": None, "eos_token_id": None} | dict(tokens) | {"torch_dtype": dtype}
 
 
@@ -392,9 +433,11 @@ def _read_recurrent_layers(config: Json, family: ModelFamily, num_layers: int) -
     if not family.recurrent_mixer:
         return {}, []
     kinds = config.get("layer_types")
-    interval = config.get(_INTERVAL, family.optional[_INTERVAL])
+    interval = config.get(_INTERVAL, family.optional.get(_INTERVAL))
     if isinstance(kinds, list):  # _read_window reports an invalid one
         is_recurrent = [kind == LINEAR_ATTENTION for kind in kinds]
+    elif _INTERVAL not in family.optional:
+        is_recurrent = [layer % 4 != 0 or layer == 0 for layer in range(num_layers)]
     elif type(interval) is not int or interval < 1:
         return {}, [f"{_INTERVAL}={interval!r} is not a number of 1 or more layers"]
     else:

@@ -450,6 +450,7 @@ def _read_hybrid_pattern(pattern: str, saved_num_layers: Any) -> dict[str, Any]:
     for letter, part in (
         ("+", "multi-latent attention"),
         ("G", "a gated delta net"),
+        ("K", "Kimi delta attention"),
         ("M", "a Mamba layer"),
         ("/", "multi-token prediction"),
     ):

@@ -22,7 +22,7 @@ from megalite.training.monitoring.rank_consistency import machine_facts
 
 MAX_ROWS = 16  # of the memory table
 STATE_PARTS = ("weights", "gradients", "optimizer")
-RECURRENT_NAMES = {"gated_delta_net": "gated delta net", "mamba2": "Mamba-2"}
+RECURRENT_NAMES = {"gated_delta_net": "gated delta net", "kda": "Kimi delta attention", "mamba2": "Mamba-2"}
 
 
 def format_plan(

@@ -1,0 +1,96 @@
+"""Kimi delta attention (arXiv:2510.26692), tensor-parallel: a gated delta net whose decay differs between channels.
+
+    x_sBD --gather--> q, k, v, b, f, z -> convolution and SiLU of q, k, v -> g = -exp(A_log) softplus(W_f f + dt_bias)
+    S_t = exp(g_t) S_{t-1} + k_t b_t (v_t - (exp(g_t) S_{t-1})^T k_t)^T, o_t = S_t^T q_t       with |q| = |k| = 1
+    o -> norm(o) sigmoid(W_z z) @ W --scatter--> y_sBD
+
+Letters: H heads (`--linear-num-key-heads` and `--linear-num-value-heads`, which are equal) of K key and V value
+channels, W tokens of the convolution. g has a number for each key channel, A_log one for each head. The projections of
+f and z have rank V: their first matrices are replicated over tp, and the second ones are cut by heads, so that each
+rank computes a summand of the gradients of the first.
+
+Saved per token, layer and rank, in elements: h (2 K + V) before the convolution and after it, V for f and z, h K for
+W_f f, h V for W_z z and for o, and in fp32 3 h K for the decay, h for b, and h K V / 128 for states. If "kda" is
+recomputed: h (2 K + 3 V) + 2 V + h.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalite.config.layer_spec import LayerSpec
+from megalite.config.options import ModelConfig
+from megalite.kernels.delta_rule import Recurrence, RecurrenceInputs
+from megalite.kernels.dispatch import accum_dtype
+from megalite.kernels.gated_norm import gated_norm
+from megalite.nn.linear import column_parallel_linear
+from megalite.nn.parameter import ParamFactory
+from megalite.nn.recurrent_mixer import DECAY_RATES, RecurrentMixer
+from megalite.parallel.mesh import Axis
+from megalite.parallel.spec import Constant, InverseSoftplus, Normal, ParamSpec, Uniform
+
+LOCAL = Axis("tp")  # of one rank, for the second matrices of f and z, whose inputs every rank has
+TIME_STEPS = (0.001, 0.1)  # the range of initial softplus(dt_bias), as in flash-linear-attention
+
+
+class KimiDeltaAttention(RecurrentMixer):
+    """The Kimi delta attention of one layer."""
+
+    def __init__(
+        self, make_param: ParamFactory, name: str, model: ModelConfig, layer: int, spec: LayerSpec, recompute_core: bool
+    ):
+        recurrence = Recurrence(scale=model.linear_key_head_dim**-0.5, normalize_qk=True)
+        super().__init__(make_param.mesh, layer, recurrence, recompute_core)
+        self.eps = model.norm_epsilon
+        self.key_dim = K = model.linear_key_head_dim
+        self.value_dim = V = model.linear_value_head_dim
+        D, W, H = model.hidden_size, model.linear_conv_kernel_dim, model.linear_num_value_heads
+
+        def parameter(part: str, *shape: int, **kwargs: Any) -> nn.Parameter:
+            return make_param(ParamSpec(f"{name}.{part}", shape, **kwargs))
+
+        by_heads: Any = dict(shards=((0, "tp"),))
+        qk_heads: Any = dict(shards=((1, "tp"),), stacked=True)
+        taps: Any = dict(init=Uniform(-(W**-0.5), W**-0.5), is_filter=True)  # that of torch's Conv1d
+        init = Normal(model.init_method_std)
+        self.qk = parameter("qk", 2, H * K, D, init=init, **qk_heads)
+        self.v = parameter("v", H * V, D, init=init, **by_heads)
+        self.b = parameter("b", H, D, init=init, **by_heads)
+        self.f_down = parameter("f_down", V, D, init=init, partial_grad_axes=("tp",))
+        self.f_up = parameter("f_up", H * K, V, init=init, **by_heads)
+        self.z_down = parameter("z_down", V, D, init=init, partial_grad_axes=("tp",))
+        self.z_up = parameter("z_up", H * V, V, init=init, **by_heads)
+        self.conv_qk = parameter("conv_qk", 2, H * K, W, **taps, **qk_heads)
+        self.conv_v = parameter("conv_v", H * V, W, **taps, **by_heads)
+        gate: Any = dict(weight_decay=False, keep_fp32=True, **by_heads)
+        self.A_log = parameter("A_log", H, init=Uniform(*DECAY_RATES, of_log=True), **gate)
+        self.dt_bias = parameter("dt_bias", H * K, init=InverseSoftplus(*TIME_STEPS), **gate)
+        self.out_norm = parameter("out_norm", V, init=Constant(1.0), partial_grad_axes=("tp",), weight_decay=False)
+        self.out = parameter("out", D, H * V, init=Normal(model.output_init_std), shards=((1, "tp"),))
+
+    def projections(self) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+        return [self.qk, self.v], self.z_down, [self.b, self.f_down]
+
+    def taps(self) -> tuple[Tensor, None]:
+        return torch.cat([self.conv_qk.flatten(0, 1), self.conv_v]), None
+
+    def recurrence_inputs(self, convolved_SBf: Tensor, gates: tuple[Tensor, ...]) -> RecurrenceInputs:
+        b_SBh, f_SBR = gates
+        K, V, h = self.key_dim, self.value_dim, b_SBh.shape[-1]
+        q, k, v = convolved_SBf.split([h * K, h * K, h * V], -1)
+        (f_SBf,) = column_parallel_linear(f_SBR, [self.f_up], LOCAL)
+        dtype = accum_dtype(b_SBh)
+        steps_SBhK = F.softplus(f_SBf.to(dtype) + self.dt_bias).unflatten(-1, (h, K))
+        log_decay_SBhK = -self.A_log.exp().unsqueeze(-1) * steps_SBhK
+        q, k, v = q.unflatten(-1, (h, K)), k.unflatten(-1, (h, K)), v.unflatten(-1, (h, V))
+        return RecurrenceInputs(q, k, v, log_decay_SBhK, b_SBh.to(dtype).sigmoid())
+
+    def output_gate(self, z_SBf: Tensor) -> Tensor:
+        (gate_SBf,) = column_parallel_linear(z_SBf, [self.z_up], LOCAL)
+        return gate_SBf
+
+    def gated_norm(self, o_SBhV: Tensor, z_SBf: Tensor) -> Tensor:
+        z_SBhV = z_SBf.unflatten(-1, (-1, self.value_dim))
+        return gated_norm(o_SBhV, z_SBhV, self.out_norm, self.eps, sigmoid_gate=True).flatten(-2)
