@@ -1,7 +1,7 @@
-"""Ten steps of a small Qwen3-Next equal those of transformers' Qwen3NextForCausalLM with torch's AdamW.
+"""Ten steps of a small Qwen3-Next and Qwen3.5 equal those of transformers' models with torch's AdamW.
 
-The model has three gated delta nets and a layer with gated attention, a dense layer, and experts with a gated shared
-expert. Both programs have the same initial weights and the same tokens. `transformers_weights` names and orders the
+Each has three gated delta nets and a layer with gated attention. Qwen3-Next has a dense layer, and experts with a gated
+shared expert; Qwen3.5 is dense, and its head is tied. Both programs have the same initial weights and the same tokens. `transformers_weights` names and orders the
 weights by itself, so that nothing is shared with megalite's conversion.
 """
 
@@ -29,17 +29,21 @@ from transformers_steps import (
 
 VOCAB_SIZE = 94
 KEY_HEADS, VALUE_HEADS, HEADS = 2, 4, 4
-FLAGS = f"""{COMMON} {expand("GDN")} --train-iters {STEPS} --lr {LR} --attention-output-gate --qk-layernorm
- --apply-layernorm-1p --rotary-percent 0.5 --num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 12
- --moe-layer-freq [0,1,1,1] --moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate
- --moe-router-load-balancing-type none"""
+DENSE = f"""{COMMON} {expand("GDN")} --train-iters {STEPS} --lr {LR} --attention-output-gate --qk-layernorm
+ --apply-layernorm-1p --rotary-percent 0.5"""
+FLAGS = {
+    "qwen3_next": f"""{DENSE} --num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 12 --moe-layer-freq [0,1,1,1]
+ --moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate --moe-router-load-balancing-type none""",
+    "qwen3_5_text": f"{DENSE} --no-untie-embeddings-and-output-weights",
+}
 GUARDS = (
     "megalite/nn/gated_delta_net.py",
     "megalite/nn/recurrent_mixer.py",
     "megalite/nn/recurrent_context_parallel.py",
     "megalite/nn/attention.py",
 )
-LAYOUTS = ["tp2", "pp2", "cp2", "ZERO3", "ep2"]
+LAYOUTS = [("qwen3_next", layout) for layout in ("tp2", "pp2", "cp2", "ZERO3", "ep2")]
+LAYOUTS += [("qwen3_5_text", layout) for layout in ("tp2", "pp2", "cp2", "ZERO3")]
 
 NAMES = {
     "attention.norm.weight": "input_layernorm.weight",
@@ -64,7 +68,7 @@ def _by_head(heads: int, *weights: Tensor) -> Tensor:
     return torch.cat([weight.unflatten(0, (heads, -1)) for weight in weights], 1).flatten(0, 1)
 
 
-def _layer_weights(layer: dict[str, Tensor]) -> dict[str, Tensor]:
+def _layer_weights(layer: dict[str, Tensor], family: str) -> dict[str, Tensor]:
     """Return the weights of a layer under transformers' names."""
     result = {NAMES[part]: values for part, values in layer.items() if part in NAMES}
     if "attention.q" in layer:
@@ -73,8 +77,12 @@ def _layer_weights(layer: dict[str, Tensor]) -> dict[str, Tensor]:
     else:
         qk, ba, conv_qk = (layer[f"gated_delta_net.{part}"] for part in ("qk", "ba", "conv_qk"))
         v, z, conv_v = (layer[f"gated_delta_net.{part}"] for part in ("v", "z", "conv_v"))
-        result["linear_attn.in_proj_qkvz.weight"] = _by_head(KEY_HEADS, *qk, v, z)
-        result["linear_attn.in_proj_ba.weight"] = _by_head(KEY_HEADS, *ba)
+        if family == "qwen3_next":
+            result["linear_attn.in_proj_qkvz.weight"] = _by_head(KEY_HEADS, *qk, v, z)
+            result["linear_attn.in_proj_ba.weight"] = _by_head(KEY_HEADS, *ba)
+        else:
+            result["linear_attn.in_proj_qkv.weight"], result["linear_attn.in_proj_z.weight"] = torch.cat([*qk, v]), z
+            result["linear_attn.in_proj_b.weight"], result["linear_attn.in_proj_a.weight"] = ba
         result["linear_attn.conv1d.weight"] = torch.cat([*conv_qk, conv_v]).unsqueeze(1)
     if "mlp.gate_up" in layer:
         result["mlp.gate_proj.weight"], result["mlp.up_proj.weight"] = layer["mlp.gate_up"]
@@ -86,24 +94,29 @@ def _layer_weights(layer: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def transformers_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def transformers_weights(weights: dict[str, Tensor], family: str) -> dict[str, Tensor]:
     """Return the weights of a megalite model under transformers' names."""
     result = {
         "model.embed_tokens.weight": weights["embedding.word"],
-        "lm_head.weight": weights["head"],
+        "lm_head.weight": weights.get("head", weights["embedding.word"]),
         "model.norm.weight": weights["final_norm.weight"],
     }
     for number in range(4):
         prefix = f"layers.{number}."
         layer = {name.removeprefix(prefix): values for name, values in weights.items() if name.startswith(prefix)}
-        result |= {f"model.layers.{number}.{name}": values for name, values in _layer_weights(layer).items()}
+        result |= {f"model.layers.{number}.{name}": values for name, values in _layer_weights(layer, family).items()}
     return result
 
 
-def build_transformers_model(dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM, Qwen3NextConfig
+def build_transformers_model(family: str, dtype: torch.dtype) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = Qwen3NextConfig(
+    experts: dict[str, Any] = {}
+    if family == "qwen3_next":
+        experts = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=12, mlp_only_layers=[0])
+        experts["shared_expert_intermediate_size"] = 16
+    config = AutoConfig.for_model(
+        family,
         vocab_size=VOCAB_SIZE,
         hidden_size=32,
         intermediate_size=48,
@@ -118,35 +131,38 @@ def build_transformers_model(dtype: torch.dtype) -> Any:
         linear_num_value_heads=VALUE_HEADS,
         linear_key_head_dim=6,
         linear_value_head_dim=5,
-        num_experts=8,
-        num_experts_per_tok=3,
-        moe_intermediate_size=12,
-        shared_expert_intermediate_size=16,
-        mlp_only_layers=[0],
+        tie_word_embeddings=family == "qwen3_5_text",
+        **experts,
     )
     config._experts_implementation = "eager"
     return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
 
 
 @functools.cache
-def reference(dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
+def reference(family: str, dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
     """Return the losses and final weights of transformers, from the initial weights of a run in `dtype`."""
-    run = run_from(FLAGS, dtype=dtype)
-    model = build_transformers_model(dtype)
-    model.load_state_dict(transformers_weights(initial_weights(run)))
+    run = run_from(FLAGS[family], dtype=dtype)
+    model = build_transformers_model(family, dtype)
+    model.load_state_dict(transformers_weights(initial_weights(run), family))
     return train_transformers(model, training_batches(run))
 
 
-def _assert_equals_transformers(ranks: list[RankResult]) -> None:
+def _assert_equals_transformers(family: str, ranks: list[RankResult]) -> None:
     with in_fp64():
-        expected = reference(torch.float64)
-    assert_equal_steps(ranks, expected, reference(torch.float32)[0], transformers_weights, fp32_tolerance=5e-6)
+        expected = reference(family, torch.float64)
+    rename = functools.partial(transformers_weights, family=family)
+    assert_equal_steps(ranks, expected, reference(family, torch.float32)[0], rename, fp32_tolerance=5e-6)
 
 
-def test_one_process_equals_transformers() -> None:
-    _assert_equals_transformers([train_rank(FLAGS)])
+@pytest.mark.parametrize("family", FLAGS)
+def test_one_process_equals_transformers(family: str) -> None:
+    _assert_equals_transformers(family, [train_rank(FLAGS[family])])
 
 
-@pytest.mark.parametrize("layout", nightly_except(LAYOUTS, ["tp2", "cp2"], str, guards=GUARDS))
-def test_layout_equals_transformers(layout: str) -> None:
-    _assert_equals_transformers(run_ranks(2, train_rank, f"{FLAGS} {expand(layout)}"))
+@pytest.mark.parametrize(
+    "family_and_layout",
+    nightly_except(LAYOUTS, [("qwen3_next", "tp2"), ("qwen3_next", "cp2")], " ".join, guards=GUARDS),
+)
+def test_layout_equals_transformers(family_and_layout: tuple[str, str]) -> None:
+    family, layout = family_and_layout
+    _assert_equals_transformers(family, run_ranks(2, train_rank, f"{FLAGS[family]} {expand(layout)}"))
