@@ -116,6 +116,9 @@ KILLED_MODELS = {
     "another ep": """--num-experts 8 --disable-bias-linear --moe-router-score-function sigmoid
      --moe-router-enable-expert-bias --moe-aux-loss-coeff 0.01""",
     "another tp, pp and cp": expand("MLA TIED MTP3 --hidden-dropout 0.1"),
+    "states under another cp and tp": """--norm-epsilon 0.01 --hybrid-layer-pattern GKM-*
+     --linear-num-key-heads 2 --linear-num-value-heads 2 --linear-key-head-dim 6 --linear-value-head-dim 5
+     --mamba-num-groups 2 --mamba-head-dim 8 --mamba-state-dim 4""",
 }
 
 
