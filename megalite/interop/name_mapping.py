@@ -130,6 +130,7 @@ class ModelFamily(TensorNames):
         sparse_layers: The layers that have experts. "": all or none; "by step": those of decoder_sparse_step and
             mlp_only_layers, and the probabilities of the chosen experts need not add up to 1; "after the first": all
             but the first first_k_dense_replace; "by layer": those of mlp_layer_types, or all but the first.
+        reads_num_dense: Without mlp_layer_types, the layers before first_k_dense_replace are dense, not only the first.
         group_score_topk: Experts may be in n_group groups, each ranked by the scores of its best experts. This is their
             number. 0: there are no groups.
         query_scale_beta: Queries at position i are multiplied by 1 + this * log(1 + floor(i / n)), where YaRN extends a
@@ -158,6 +159,7 @@ class ModelFamily(TensorNames):
     scalings: tuple[str, ...] = ()
     window_layout: Literal["", "all", "by layer", "alternate", "period"] = ""
     sparse_layers: Literal["", "by step", "after the first", "by layer"] = ""
+    reads_num_dense: bool = False
     group_score_topk: int = 0
     query_scale_beta: float = 0.0
     recurrent_mixer: str = ""

@@ -9,8 +9,8 @@ channels, W tokens of the convolution. g has a number for each key channel, A_lo
 f and z have rank V: their first matrices are replicated over tp, and the second ones are cut by heads, so that each
 rank computes a summand of the gradients of the first.
 
-Saved per token, layer and rank, in elements: h (2 K + V) before the convolution and after it, V for f and z, h K for
-W_f f, h V for W_z z and for o, and in fp32 3 h K for the decay, h for b, and h K V / 128 for states. If "kda" is
+Saved per token, layer and rank, in elements: h (2 K + V) before the convolution and after it, V for f and z, h V
+for W_z z and for o, and in fp32 3 h K for the decay, h for b, and h K V / 128 for states. If "kda" is
 recomputed: h (2 K + 3 V) + 2 V + h.
 """
 

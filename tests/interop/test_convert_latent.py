@@ -125,7 +125,14 @@ def test_layers_of_kimi_linear_are_read_from_either_place() -> None:
 @pytest.mark.parametrize(
     "changes,problem",
     [
-        ({"full_attn_layers": [4, 8]}, "layer_types has 'None', which kimi_linear does not have"),
+        (
+            {"full_attn_layers": [4, 8]},
+            "kda_layers and full_attn_layers of linear_attn_config do not have each layer from",
+        ),
+        ({"full_attn_layers": [3, 4, 8, 12, 16, 20, 24, 27]}, "do not have each layer from 1 to 27 once"),
+        ({"kda_layers": [[1]]}, "do not have each layer from 1 to 27 once"),
+        ({"kda_layers": None}, "do not have each layer from 1 to 27 once"),
+        ({"head_dim": None}, r"linear_attn_config.head_dim is missing$"),
         ({"num_heads": 0}, "linear_num_key_heads=0 is too small"),
     ],
 )
@@ -134,6 +141,63 @@ def test_layers_that_kimi_linear_does_not_name_are_refused(changes: dict[str, An
     linear = {**config["linear_attn_config"], **changes}
     with pytest.raises(CheckpointError, match=problem):
         build_model_config(read_config({**config, "linear_attn_config": linear}, None, "it")[1], "it")
+
+
+@pytest.mark.parametrize(
+    "changes,problem",
+    [
+        ({"linear_attn_config": "x"}, "linear_attn_config='x' is not a table"),
+        ({"num_shared_experts": 0}, "num_shared_experts=0 is not an integer above 0"),
+        ({"moe_renormalize": False}, "moe_renormalize=False is not True"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1 is not 0"),
+    ],
+)
+def test_messages_have_the_keys_of_the_file(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(CheckpointError, match=problem):
+        read_config({**PUBLISHED["kimi-linear"], **changes}, None, "it")
+
+
+@pytest.mark.parametrize("num_dense", [0, 2, None])
+def test_kimi_linear_has_as_many_dense_layers_as_it_says(num_dense: int | None) -> None:
+    config = {**PUBLISHED["kimi-linear"], "first_k_dense_replace": num_dense, "num_nextn_predict_layers": None}
+    if num_dense is None:
+        del config["first_k_dense_replace"]
+    model = build_model_config(read_config(config, None, "it")[1], "it")
+    assert model.moe_layers.count(False) == (1 if num_dense is None else num_dense)
+
+
+def test_text_part_of_published_qwen3_5_is_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message for a model of images and text has the command that saves its text part."""
+    from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    text = dict(
+        vocab_size=93, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=6, max_position_embeddings=48,
+    )  # fmt: skip
+    images = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32)
+    model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=images))
+    model.save_pretrained(tmp_path / "published")
+    assert tool("--from-hf", tmp_path / "published", "--save", tmp_path / "ours") != 0
+    message = capsys.readouterr().err
+    assert (
+        "AutoModelForCausalLM.from_pretrained(MODEL).save_pretrained(DIRECTORY, save_original_format=False)" in message
+    )
+    AutoModelForCausalLM.from_pretrained(tmp_path / "published").save_pretrained(
+        tmp_path / "text", save_original_format=False
+    )
+    assert tool("--from-hf", tmp_path / "text", "--save", tmp_path / "ours", "--check") == 0
+    weights = load_file(tmp_path / "published" / "model.safetensors")
+    assert torch.equal(
+        open_checkpoint(tmp_path / "ours").read("model/embedding.word"),
+        weights["model.language_model.embed_tokens.weight"],
+    )
+
+
+def test_exported_kimi_linear_of_a_small_vocabulary_loads_in_transformers(models, tmp_path: Path) -> None:
+    """Its configuration in transformers has token 163839 for padding by default."""
+    assert tool("--from-hf", models("kimi_linear")[1], "--save", tmp_path / "ours") == 0
+    assert tool("--load", tmp_path / "ours", "--to-hf", tmp_path / "back", "--check") == 0
 
 
 def test_dense_layers_of_kimi_linear_are_read_as_transformers_saves_them(models, tmp_path: Path) -> None:

@@ -100,19 +100,22 @@ def test_generation_from_states_equals_the_full_sequence(flags: str) -> None:
 KIMI_LINEAR = """--num-layers 1 --hidden-size 2304 --num-attention-heads 32 --seq-length 1024 --bf16
  --micro-batch-size 1 --lr 1 --train-iters 1 --mock-data --vocab-size 1000 --attention-dropout 0 --hidden-dropout 0
  --swiglu --normalization RMSNorm --position-embedding-type none --hybrid-layer-pattern K --linear-num-key-heads 32"""
-LENGTH, HIDDEN, WIDTH, HEADS, RANK = 1024, 2304, 32 * 128, 32, 128
+LENGTH, HIDDEN, WIDTH, HEADS = 1024, 2304, 32 * 128, 32
 
 
-def test_saved_activations_equal_the_formulas() -> None:
+@pytest.mark.parametrize("key_dim,value_dim", [(128, 128), (64, 128), (128, 64)])
+def test_saved_activations_equal_the_formulas(key_dim: int, value_dim: int) -> None:
     """The formulas are in nn/kimi_delta_attention.py; x is saved before and after its norm, with statistics in fp32."""
-    states = 4 * HEADS * 128 * 128 // 128
-    half = 2 * HIDDEN + 2 * 3 * WIDTH + 2 * RANK + 2 * WIDTH
-    taps = 2 * 3 * WIDTH * W
+    flags = f"{KIMI_LINEAR} --linear-key-head-dim {key_dim} --linear-value-head-dim {value_dim}"
+    keys, values = HEADS * key_dim, HEADS * value_dim
+    states = 4 * HEADS * key_dim * value_dim // 128
+    half = 2 * HIDDEN + 2 * (2 * keys + values) + 2 * value_dim + 2 * values
+    taps = 2 * (2 * keys + values) * W
     exp_A, its_negative = 4 * HEADS, 4 * HEADS
-    expected = LENGTH * (2 * half + 4 * (3 * WIDTH + HEADS + 1) + states) + taps + exp_A + its_negative
-    assert layer_cost(KIMI_LINEAR).saved_bytes == expected
-    recomputed = LENGTH * (2 * (2 * HIDDEN + 3 * WIDTH + 2 * WIDTH + 2 * RANK + HEADS) + 4)
-    assert layer_cost(KIMI_LINEAR, recompute_modules=("kda",)).saved_bytes == recomputed
+    expected = LENGTH * (2 * half + 4 * (3 * keys + HEADS + 1) + states) + taps + exp_A + its_negative
+    assert layer_cost(flags).saved_bytes == expected
+    recomputed = LENGTH * (2 * (2 * HIDDEN + 2 * keys + 3 * values + 2 * value_dim + HEADS) + 4)
+    assert layer_cost(flags, recompute_modules=("kda",)).saved_bytes == recomputed
 
 
 def test_tensor_parallelism_gathers_once_for_five_weights() -> None:

@@ -55,7 +55,9 @@ def run_baseline(ranks: RankInfo, task: dict[str, Any]) -> None:
             model = nn.parallel.DistributedDataParallel(model)
         elif wrapper == ["fsdp2"]:
             mesh = init_device_mesh(device.type, (ranks.world_size,))
-            for module in (*model.model.layers, model):  # each block, then the rest, as torch's guide to FSDP2 does
+            base = model.base_model
+            blocks = base.h if hasattr(base, "h") else base.layers
+            for module in (*blocks, model):  # each block, then the rest, as torch's guide to FSDP2 does
                 fully_shard(module, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
         num_microbatches = train.global_batch_size // train.micro_batch_size // ranks.world_size

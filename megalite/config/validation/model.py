@@ -424,7 +424,7 @@ def _pattern_problems(config: Config) -> Iterator[Problem]:
         except ValueError as error:
             yield Problem(f"{shown(config, name)} {error}", options=(name, "num_layers"))
             continue
-        if needs_a_layer and not any(layers):
+        if needs_a_layer and not any(layers) and getattr(model, name) is not None:
             yield Problem(
                 f"{shown(config, name)} leaves no layer {condition}; drop {flag_name(cause)}",
                 options=(name, "num_layers", cause),

@@ -15,6 +15,7 @@ how these are chosen, and windows, in one of four layouts:
 The defaults are those of the families' classes in transformers 5.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -71,9 +72,9 @@ def read_config(config: Json, seq_length: int | None, source: str) -> tuple[str,
         reason = reason or f"is not one of {', '.join(FAMILIES)}; convert a model of one of these"
         raise CheckpointError(f"{source}: model_type={model_type!r} {reason}")
     family: ModelFamily = FAMILIES.get(model_type)
-    config = _with_common_keys(config, family)
+    config, names, problems = _with_common_keys(config, family)
     options: Json = dict(family.fixed_options)
-    problems = _read_sizes(config, family, options)
+    problems += _read_sizes(config, family, options)
     problems += _read_activation(config, family, options)
     for option, key in family.nullable_keys.items():
         options[option] = config.get(key, family.optional.get(key) or None)
@@ -97,29 +98,49 @@ def read_config(config: Json, seq_length: int | None, source: str) -> tuple[str,
             layer_options, layer_problems = read(config, family, num_layers)
             options |= layer_options
             problems += layer_problems
-    raise_problems(problems, f"{source} describes a model that megalite cannot express")
+    raise_problems(_as_in_file(problems, names), f"{source} describes a model that megalite cannot express")
     return family.name, {name: value for name, value in options.items() if value is not None}
 
 
-def _with_common_keys(config: Json, family: ModelFamily) -> Json:
-    """Return a config.json with the keys that families share in place of those of `family` alone."""
+def _with_common_keys(config: Json, family: ModelFamily) -> tuple[Json, dict[str, str], list[str]]:
+    """Return a config.json with the keys that families share in place of those of `family` alone.
+
+    Also returned are {key: its name in the file} of the replaced keys, and the problems of linear_attn_config.
+    """
     config = dict(config)
-    for key, spelling in family.spellings.items():
-        if spelling in config:
-            config[key] = config.pop(spelling)
-    linear_attn = config.get(_LINEAR_ATTN)
-    if not family.linear_attn_keys or not isinstance(linear_attn, dict):
-        return config
+    names = {key: spelling for key, spelling in family.spellings.items() if spelling in config}
+    for key, spelling in names.items():
+        config[key] = config.pop(spelling)
+    if not family.linear_attn_keys or _LINEAR_ATTN not in config:
+        return config, names, []
+    linear_attn = config.pop(_LINEAR_ATTN)
+    if not isinstance(linear_attn, dict):
+        return config, names, [f"{_LINEAR_ATTN}={linear_attn!r} is not a table"]
     for key, name in family.linear_attn_keys.items():
         if name in linear_attn:
             config[key] = linear_attn[name]
-    attending, recurrent = linear_attn.get(_ATTENDING), linear_attn.get(_RECURRENT)
+            names[key] = f"{_LINEAR_ATTN}.{name}"
     num_layers = config.get("num_hidden_layers")
-    if config.get("layer_types") is None and isinstance(attending, list) and isinstance(recurrent, list):
-        kinds = dict.fromkeys(recurrent, LINEAR_ATTENTION) | dict.fromkeys(attending, FULL_ATTENTION)
-        if type(num_layers) is int and 0 < num_layers <= MAX_LAYERS_IN_PATTERN:
-            config["layer_types"] = [kinds.get(number) for number in range(1, num_layers + 1)]
-    return config
+    if config.get("layer_types") is not None or not linear_attn.keys() & {_RECURRENT, _ATTENDING}:
+        return config, names, []
+    if type(num_layers) is not int or not 0 < num_layers <= MAX_LAYERS_IN_PATTERN:
+        return config, names, []  # refused elsewhere
+    recurrent, attending = linear_attn.get(_RECURRENT), linear_attn.get(_ATTENDING)
+    kinds = {LINEAR_ATTENTION: recurrent, FULL_ATTENTION: attending}
+    numbered = [(n, kind) for kind, numbers in kinds.items() if isinstance(numbers, list) for n in numbers]
+    all_numbers = [n for n, _ in numbered]
+    if any(type(n) is not int for n in all_numbers) or sorted(all_numbers) != list(range(1, num_layers + 1)):
+        rule = f"do not have each layer from 1 to {num_layers} once"
+        return config, names, [f"{_RECURRENT} and {_ATTENDING} of {_LINEAR_ATTN} {rule}"]
+    config["layer_types"] = [kind for _, kind in sorted(numbered)]
+    return config, names, []
+
+
+def _as_in_file(problems: list[str], names: Mapping[str, str]) -> list[str]:
+    """Return the different problems, with keys by their names in the file."""
+    for key, name in names.items():
+        problems = [re.sub(rf"\b{key}\b", name, problem) for problem in problems]
+    return list(dict.fromkeys(problems))
 
 
 def _with_own_keys(config: Json, family: ModelFamily) -> Json:
@@ -166,7 +187,7 @@ def _unsupported_values(config: Json, family: ModelFamily) -> list[str]:
     problems = [
         f"{key}={config[key]!r} is not {' or '.join(map(repr, allowed))}"
         for key, allowed in family.supported_values.items()
-        if config.get(key, allowed[0]) not in allowed and not (allowed[0] is False and config[key] is None)
+        if config.get(key, allowed[0]) not in allowed and not (allowed[0] in (False, 0) and config[key] is None)
     ]
     problems += quantization_problems(config)
     own_keys = family.nullable_keys.values()
@@ -293,7 +314,12 @@ def incompatibilities(model: ModelConfig, family: ModelFamily) -> list[str]:
         layer.mlp is None or not (layer.has_attention or layer.mixer == family.recurrent_mixer)
         for layer in model.layers
     ):
+        mixers = {layer.mixer for layer in model.layers if layer.is_recurrent} - {family.recurrent_mixer}
+        if mixers and all(layer.mixer and layer.mlp for layer in model.layers):
+            return [f"{family.name} has no layer of {' or '.join(sorted(map(str, mixers)))}"]
         return [f"{shown_pattern(model.with_pattern().hybrid_layer_pattern or '')} is not attention and MLP in turn"]
+    if not any(layer.has_attention for layer in model.layers):
+        return ["no layer has attention, without which transformers fails"]
     if model.num_mtp_depths and model.mtp_layers != model.layers[-1:]:
         return [f"{shown_pattern(model.hybrid_layer_pattern or '')} has depths unlike the last layer"]
     problems = _unwritable_experts(model, family)
@@ -304,7 +330,7 @@ def incompatibilities(model: ModelConfig, family: ModelFamily) -> list[str]:
     if family.has_latent_attention and model.multi_latent_attention and not model.qk_pos_emb_head_dim:
         return [f"qk_pos_emb_head_dim=0, but {family.name} fails in transformers without rotated channels"]
     written = write_config(model, family.name, 1, "", {})
-    by_common_key = _with_common_keys(written, family)
+    by_common_key, _, _ = _with_common_keys(written, family)
     if missing := [option for option, key in family.keys.items() if by_common_key[key.split()[0]] is None]:
         return [f"{option}={getattr(model, option)}, but {family.name} always has this option" for option in missing]
     reread = build(read_config(written, None, family.name)[1]).model
@@ -425,7 +451,9 @@ def write_config(model: ModelConfig, name: str, vocab_size: int, dtype: str, tok
         config["layer_types"] = [LINEAR_ATTENTION if layer.is_recurrent else FULL_ATTENTION for layer in model.layers]
     config |= _write_experts(model, family)
     config = _with_own_keys(config, family)
-    return config | {"bos_token_id": None, "eos_token_id": None} | dict(tokens) | {"torch_dtype": dtype}
+    # without a number for padding, transformers may take one beyond the vocabulary
+    special_tokens: Json = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    return config | special_tokens | dict(tokens) | {"torch_dtype": dtype}
 
 
 def _read_recurrent_layers(config: Json, family: ModelFamily, num_layers: int) -> tuple[Json, list[str]]:
@@ -554,7 +582,9 @@ def _read_experts(config: Json, family: ModelFamily, num_layers: int) -> tuple[J
             return {}, [f"{_NUM_DENSE}={first} leaves no layer with experts; {family.name} has some"]
         return {"moe_layer_freq": _layer_freq(has_experts)}, []
     if family.sparse_layers == "by layer":
-        kinds = config.get("mlp_layer_types") or [DENSE] + [SPARSE] * (num_layers - 1)
+        num_dense = first if family.reads_num_dense and type(first) is int else 1
+        by_default = [DENSE if n < num_dense else SPARSE for n in range(num_layers)]
+        kinds = config.get("mlp_layer_types") or by_default
         if not isinstance(kinds, list) or len(kinds) != num_layers or any(k not in (DENSE, SPARSE) for k in kinds):
             return {}, [f"mlp_layer_types is not a list of {num_layers} kinds, {DENSE} or {SPARSE}"]
         has_experts = [kind == SPARSE for kind in kinds]
