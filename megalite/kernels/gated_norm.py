@@ -1,7 +1,7 @@
 """RMSNorm of the output of a recurrence, times a function of its gate.
 
     gated delta net        y = o r w silu(z),  r = 1 / sqrt(mean(o^2) + eps)           (arXiv:2412.06464, section 3.3)
-    Kimi delta attention   y = o r w sigmoid(z)                                        (arXiv:2510.26692, section 4)
+    Kimi delta attention   y = o r w sigmoid(z)                                        (arXiv:2510.26692)
     Mamba-2                y = n r w,  n = o silu(z),  r = 1 / sqrt(mean(n^2) + eps)   (arXiv:2405.21060, section 7.1)
 
 Only o, z and w are saved. Statistics and products are in fp32 (fp64 for fp64 inputs).

@@ -25,14 +25,10 @@ from megalite.config.options import ModelConfig
 from megalite.kernels.delta_rule import Recurrence, RecurrenceInputs
 from megalite.kernels.dispatch import accum_dtype
 from megalite.kernels.gated_norm import gated_norm
-from megalite.nn.linear import column_parallel_linear
+from megalite.nn.linear import LOCAL, column_parallel_linear
 from megalite.nn.parameter import ParamFactory
-from megalite.nn.recurrent_mixer import DECAY_RATES, RecurrentMixer
-from megalite.parallel.mesh import Axis
+from megalite.nn.recurrent_mixer import DECAY_RATES, TIME_STEPS, RecurrentMixer
 from megalite.parallel.spec import Constant, InverseSoftplus, Normal, ParamSpec, Uniform
-
-LOCAL = Axis("tp")  # of one rank, for the second matrices of f and z, whose inputs every rank has
-TIME_STEPS = (0.001, 0.1)  # the range of initial softplus(dt_bias), as in flash-linear-attention
 
 
 class KimiDeltaAttention(RecurrentMixer):

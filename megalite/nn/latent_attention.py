@@ -34,15 +34,18 @@ from megalite.kernels.matmul import matmul
 from megalite.kernels.rope import interleaved_to_half
 from megalite.nn.attention import rotate_qk
 from megalite.nn.context_parallel import ContextParallelAttention
-from megalite.nn.linear import add_bias, column_parallel_linear, column_parallel_linear_of_parts, row_parallel_linear
+from megalite.nn.linear import (
+    LOCAL,
+    add_bias,
+    column_parallel_linear,
+    column_parallel_linear_of_parts,
+    row_parallel_linear,
+)
 from megalite.nn.micro_batch import RNG_SITE_ATTENTION, Batch, ForwardContext, MixerCache
 from megalite.nn.norm import Norm
 from megalite.nn.parameter import ParamFactory, shapes
 from megalite.nn.recompute import checkpoint_without_output, recompute
-from megalite.parallel.mesh import Axis
 from megalite.parallel.spec import Constant, Normal, ParamSpec
-
-LOCAL = Axis("tp")  # of one rank, for projections of this rank's tokens
 
 
 class LatentAttention(nn.Module):

@@ -32,6 +32,8 @@ from megalite.nn.wgrad_store import WeightGradStore, accumulate_weight_grad
 from megalite.parallel.comm import start_all_gather, start_reduce_scatter
 from megalite.parallel.mesh import Axis
 
+LOCAL = Axis("tp")  # of one rank, for matmuls whose input is not gathered
+
 
 def _flatten_tokens(x: Tensor) -> Tensor:
     """Return x [..., D] as [N, D]."""

@@ -26,11 +26,10 @@ from megalite.kernels.delta_rule import Recurrence, RecurrenceInputs
 from megalite.kernels.dispatch import accum_dtype
 from megalite.kernels.gated_norm import gated_norm
 from megalite.nn.parameter import ParamFactory
-from megalite.nn.recurrent_mixer import DECAY_RATES, RecurrentMixer
+from megalite.nn.recurrent_mixer import DECAY_RATES, TIME_STEPS, RecurrentMixer
 from megalite.parallel.spec import Constant, InverseSoftplus, Normal, ParamSpec, Uniform
 
 CONV_WIDTH = 4  # tokens; Megatron-LM has no option for it
-TIME_STEPS = (0.001, 0.1)  # the range of initial time steps softplus(dt_bias), as in Megatron-LM
 
 
 class Mamba2(RecurrentMixer):

@@ -24,6 +24,7 @@ from megalite.nn.recurrent_context_parallel import context_parallel_delta_rule, 
 from megalite.parallel.mesh import Mesh
 
 DECAY_RATES = (1.0, 16.0)  # the range of initial decay rates exp(A_log), as in Megatron-LM
+TIME_STEPS = (0.001, 0.1)  # the range of initial time steps softplus(dt_bias), if they are drawn; also as there
 
 
 class RecurrentMixer(nn.Module):
