@@ -69,7 +69,7 @@ def build_trainer(
             mismatches,
             anomalies,
             *REGISTRIES["callback"].plugin_components.values(),
-            StepLog(run, config, logger, timers, monitors.time_breakdown, stops, callbacks),
+            StepLog(run, config, logger, timers, monitors.time_breakdown, monitors.hardware, stops, callbacks),
             HealthCheck(monitors.health, logger, on_health_problem),
             monitors.profiler,
             ReplicaCheck(

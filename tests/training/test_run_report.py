@@ -248,7 +248,7 @@ def test_bottleneck_is_named_with_advice(bottleneck: str) -> None:
     plan = planned("--pp", "2", "--bf16")
     name, advice = advise(percent, WORK, plan, 4)
     assert name == bottleneck and text in advice
-    report = build_report(percent, WORK | {"no_advice_reason": "the run ended as hang"}, None, plan, 4)
+    report = build_report(percent, WORK | {"no_advice_reason": "the run ended as hang"}, None, plan, 4, {})
     assert report["bottleneck"] is None and summary(report)["bottleneck"] == "unknown: the run ended as hang"
 
 
@@ -271,7 +271,7 @@ def test_ranks_on_shared_cores_are_explained() -> None:
 
 def test_price_gives_a_cost() -> None:
     plan = planned("--pp", "2")
-    report = build_report({"forward": 30.0, "other": 10.0}, WORK | {"price_per_gpu_hour": 2.0}, None, plan, 4)
+    report = build_report({"forward": 30.0, "other": 10.0}, WORK | {"price_per_gpu_hour": 2.0}, None, plan, 4, {})
     assert report["percent"] == {"forward": 75.0, "other": 25.0} and report["tokens_per_s"] == 20.0
     run = report["run"]
     assert run["gpu_hours"] == pytest.approx(4 * 40 / 3600) and run["cost"] == pytest.approx(8 * 40 / 3600)
@@ -280,7 +280,7 @@ def test_price_gives_a_cost() -> None:
     assert lines["time breakdown"] == "forward 75.0 %, other 25.0 %; of the process's 00:00:40"
     assert "per million" in lines["cost"]
     assert lines["goodput"].startswith("0.0 % of 00:00:40 in 1 process: steps that count, with their waits, ")
-    assert "cost" not in summary(build_report({"forward": 30.0}, WORK, None, plan, 4))
+    assert "cost" not in summary(build_report({"forward": 30.0}, WORK, None, plan, 4, {}))
 
 
 def test_report_has_the_efficiency_of_the_steps() -> None:
@@ -288,14 +288,14 @@ def test_report_has_the_efficiency_of_the_steps() -> None:
     plan, work = planned("--pp", "2"), WORK | {"price_per_gpu_hour": 2.25}
     seconds = {"start-up": 50.0, "evaluation": 10.0, "checkpoint": 4.0, "data": 2.0, "forward": 8.0, "backward": 14.0}
     seconds |= {"communication": 4.0, "optimizer": 2.0, "other": 2.0}
-    report = build_report(seconds, work, None, plan, 4)
+    report = build_report(seconds, work, None, plan, 4, {})
     expected = dict(gpu_utilization=0.75, memory_utilization=0.25, samples_per_s=2.0, cost_per_sample=9 / 7200)
     expected |= dict(data_time=0.0625, forward_time=0.25, backward_time=0.4375, communication_time=0.125)
     assert report["efficiency"] == pytest.approx(expected)
     assert "devices compute 75.0% of a step" in summary(report)["efficiency"]
-    graph = build_report({"graph": 3.0, "data": 1.0}, WORK, None, plan, 4)["efficiency"]
+    graph = build_report({"graph": 3.0, "data": 1.0}, WORK, None, plan, 4, {})["efficiency"]
     assert graph["gpu_utilization"] == 0.75 and graph["forward_time"] is graph["cost_per_sample"] is None
-    assert "efficiency" not in summary(build_report(seconds, work | {"steps": 0}, None, plan, 4))
+    assert "efficiency" not in summary(build_report(seconds, work | {"steps": 0}, None, plan, 4, {}))
     del report["efficiency"]  # as earlier versions wrote it
     assert "efficiency" not in summary(report)
 

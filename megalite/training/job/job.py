@@ -311,6 +311,7 @@ class TrainingJob:
                     plan,
                     run_info or {},
                     ranks,
+                    monitors.hardware,
                 )
                 if loaded is not None:
                     logger.info(load_message(run, config, loaded))
@@ -322,6 +323,8 @@ class TrainingJob:
             monitors.start_time = time.monotonic()
             training_started = self.signals.training_started = True
             monitors.time_breakdown.end_startup()
+            if ranks.rank == 0:
+                monitors.hardware.start()
             trainer = build_trainer(run, config, self.directory, logger, self.signals, saver, saved_step, monitors)
             with monitors.collector.running(), contextlib.closing(monitors.profiler):
                 yield trainer
@@ -369,6 +372,7 @@ class TrainingJob:
         """Close everything that is open, and report how the run ended."""
         outcome, reason = self.result.exit_code, self.result.reason
         self.watchdog.close()
+        monitors.hardware.close()
         run.close()
         if saver is not None and (lost_save := saver.close(wait=outcome not in NO_WAIT)):
             reason += f"; {lost_save}"

@@ -183,10 +183,13 @@ class MetricsLogger:
         if values["loss"] is not None:
             self._results["training loss"] = f"{values['loss']:.4f} at step {step:,}"
         plugin_metrics: dict[str, Any] = values.get("plugin_metrics", {})
-        efficiency = {
-            f"efficiency/{name}": value for name, value in values.get("efficiency", {}).items() if value is not None
+        groups = {
+            f"{group}/{name}": value
+            for group in ("efficiency", "hardware")
+            for name, value in values.get(group, {}).items()
+            if value is not None
         }
-        self._write_row(step, values["consumed_tokens"], log_format.metrics_row(values) | efficiency | plugin_metrics)
+        self._write_row(step, values["consumed_tokens"], log_format.metrics_row(values) | groups | plugin_metrics)
         for key, mean in plugin_metrics.items():
             if isinstance(mean, list):  # a mean per layer; the key is NAME/layers
                 name = key.removesuffix("/layers")
@@ -194,7 +197,7 @@ class MetricsLogger:
             else:
                 self._write_scalars({key: mean}, step)
         rates = {"iteration-time": values["step_s"], "throughput": values["tflops"]}
-        self._write_scalars({**rates, "mfu": values["mfu"], "hfu": values["hfu"], **efficiency}, step)
+        self._write_scalars({**rates, "mfu": values["mfu"], "hfu": values["hfu"], **groups}, step)
 
     def update_bar(self, step: int, last_step: int, loss: float) -> None:
         """Move the bar at the bottom of a terminal; it shows this step's loss and the rates of the last log line."""

@@ -33,6 +33,7 @@ from megalite.training.logging.efficiency import OUTSIDE_STEPS, describe_efficie
 from megalite.training.logging.event_log import EventLog, read_jsonl, timestamp
 from megalite.training.logging.log_format import duration
 from megalite.training.logging.time_breakdown import COMPUTE, TIMED_FIRST_STEPS, TimeBreakdown
+from megalite.training.monitoring.hardware_monitor import HardwareMonitor, describe_hardware
 from megalite.training.state import Run
 
 STARTED, ENDED, HUNG = "started", "ended", "hang"  # events of a process in events.jsonl
@@ -136,7 +137,12 @@ def advise(
 
 
 def build_report(
-    seconds: Mapping[str, float], work: Mapping[str, Any], history: dict[str, Any] | None, plan: RunPlan, per_node: int
+    seconds: Mapping[str, float],
+    work: Mapping[str, Any],
+    history: dict[str, Any] | None,
+    plan: RunPlan,
+    per_node: int,
+    hardware: Mapping[str, float],
 ) -> dict[str, Any]:
     """Return the content of report.json.
 
@@ -145,6 +151,7 @@ def build_report(
         work: The result of `RunReport.work`.
         history: The result of `read_history`.
         per_node: The number of ranks per node.
+        hardware: The result of `HardwareMonitor.totals`.
     """
     wall_s = sum(seconds.values())
     percent = {phase: round(100 * phase_s / wall_s, 2) for phase, phase_s in seconds.items()}
@@ -165,6 +172,7 @@ def build_report(
         **work,
         "tokens_per_s": work["tokens"] / wall_s,
         "efficiency": _efficiency(seconds, work),
+        "hardware": dict(hardware),
         "run": run,
     }
 
@@ -191,6 +199,8 @@ def summary(report: Mapping[str, Any]) -> dict[str, str]:
     }
     if report.get("efficiency"):  # reports of earlier versions have none
         rows["efficiency"] = describe_efficiency(report["efficiency"])
+    if report.get("hardware"):
+        rows["hardware"] = describe_hardware(report["hardware"])
     if "cost" in run:
         rows["cost"] = f"{run['cost']:.2f}"
         if run["cost_per_million_tokens"] is not None:
@@ -210,6 +220,7 @@ class RunReport:
     plan: RunPlan
     run_info: Mapping[str, Any]
     ranks: RankInfo
+    hardware: HardwareMonitor
 
     def __post_init__(self) -> None:
         progress, checkpoint = self.run.progress, self.config.checkpoint
@@ -232,7 +243,8 @@ class RunReport:
         seconds = self.time_breakdown.seconds()
         work = self.work(seconds, outcome, saver)
         history = read_history(self.directory, time.time())
-        report = build_report(seconds, work, history, self.plan, self.ranks.local_world_size)
+        per_node, hardware = self.ranks.local_world_size, self.hardware.totals()
+        report = build_report(seconds, work, history, self.plan, per_node, hardware)
         write_atomically(self.directory / "report.json", json.dumps(report, indent=1) + "\n")
         return summary(report)
 

@@ -13,6 +13,7 @@ from megalite.training.logging.efficiency import efficiency, step_shares
 from megalite.training.logging.metrics_logger import MetricsLogger
 from megalite.training.logging.time_breakdown import TimeBreakdown
 from megalite.training.logging.timers import Timers, log_timers
+from megalite.training.monitoring.hardware_monitor import HardwareMonitor
 from megalite.training.state import Run, StepResult
 from megalite.training.stop_requests import StopRequests
 
@@ -30,6 +31,7 @@ class StepLog(Callback):
         logger: MetricsLogger,
         timers: Timers,
         time_breakdown: TimeBreakdown,
+        hardware: HardwareMonitor,
         stops: StopRequests,
         callbacks: CallbackList,
     ) -> None:
@@ -37,6 +39,7 @@ class StepLog(Callback):
         self._logger = logger
         self._timers = timers
         self._time_breakdown = time_breakdown
+        self._hardware = hardware
         self._price_per_gpu_hour = config.operations.price_per_gpu_hour
         self._stops = stops
         self._callbacks = callbacks
@@ -76,6 +79,7 @@ class StepLog(Callback):
             metrics["memory_gib"] / metrics["memory_limit_gib"],
             None if price is None else price * run.mesh.world.size,
         )
+        metrics["hardware"] = self._hardware.take_recent()
         self._results.clear()
         logger.log_train(metrics)
         self._num_lines += 1

@@ -1,4 +1,4 @@
-"""Temperature, clock, ECC errors and throttling of a GPU."""
+"""Temperature, clock, ECC errors, throttling and use of a GPU."""
 
 import contextlib
 from collections.abc import Callable
@@ -13,16 +13,19 @@ THROTTLED = {0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware
 class GpuMonitor:
     """Access to this rank's GPU through NVIDIA's management library, if nvidia-ml-py is installed.
 
-    Without it, or on a CPU, both tables are empty. Use `read_sensors` to call their functions, since a GPU may not
+    Without it, or on a CPU, the tables are empty. Use `read_sensors` to call their functions, since a GPU may not
     support all of them.
 
     Attributes:
         sensors: Functions that return measured values, by name.
+        usage: Functions that return shares that nvidia-smi shows: the time in which a kernel ran, and the memory that
+            all processes use.
         facts: Functions that return constant facts, by name.
     """
 
     def __init__(self, device: torch.device):
         self.sensors: dict[str, Callable[[], float]] = {}
+        self.usage: dict[str, Callable[[], float]] = {}
         self.facts: dict[str, Callable[[], str]] = {}
         if device.type != "cuda":
             return
@@ -40,6 +43,19 @@ class GpuMonitor:
                 "ecc_errors": lambda: nvml.nvmlDeviceGetTotalEccErrors(gpu, uncorrected, nvml.NVML_VOLATILE_ECC),
                 "throttled": lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu) & sum(THROTTLED),
             }
+            self.usage = {
+                "gpu_busy": lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+                "gpu_memory": lambda: _memory_in_use(nvml, gpu),
+            }
+
+
+def _memory_in_use(nvml: Any, gpu: Any) -> float:
+    """Return the share of the GPU's memory that is in use; version 2 leaves out what the driver reserves."""
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(gpu, version=nvml.nvmlMemory_v2)
+    except Exception:  # a driver before 510, or an older package
+        memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
+    return memory.used / memory.total
 
 
 def read_sensors(calls: dict[str, Callable[[], Any]]) -> dict[str, Any]:

@@ -9,13 +9,16 @@ from megalite.training.logging.garbage_collector import GarbageCollector
 from megalite.training.logging.profiler import Profiler
 from megalite.training.logging.time_breakdown import TimeBreakdown
 from megalite.training.logging.timers import Timers
+from megalite.training.monitoring.hardware_monitor import HardwareMonitor
 from megalite.training.monitoring.health import HealthMonitor
 from megalite.training.monitoring.watchdog import Watchdog
 from megalite.training.state import Run
 
 
 class Monitors:
-    """The observers of a run: timers, profiler, garbage collector, time breakdown, event log, watchdog, health monitor.
+    """The observers of a run.
+
+    Timers, profiler, garbage collector, time breakdown, event log, watchdog, health and hardware monitor.
 
     Args:
         hosts: The host names of all ranks.
@@ -44,4 +47,5 @@ class Monitors:
         watchdog.timers = self.timers
         self.watchdog = watchdog
         self.health = HealthMonitor(run.mesh, time_breakdown, hosts, self.events, operations)
+        self.hardware = HardwareMonitor(run.mesh.device)  # started on rank 0 only
         self.start_time = time.monotonic()
