@@ -10,7 +10,8 @@ python tools/plot.py agreement RUN_DIR RUN_DIR --out agreement.svg
 python tools/plot.py bench DIR --show scaling --out scaling.png   DIR is tools/benchmark.py's --out; also mfu, breakdown
 python tools/plot.py plan PLAN.json --out plan.png             from tools/plan.py --json; --show layout: layers of ranks
 
-Also steps (learning rate, gradient norm, tokens/s), experts, time, memory, layout. The suffix of --out is the format.
+Also scores, steps (learning rate, gradient norm, tokens/s), experts, time, memory, layout. The suffix of --out is the
+format.
 """
 
 import argparse
@@ -70,6 +71,8 @@ def missing_data(name: str, run: RunData) -> str:
         return f"no loss in it yet ({problems})" if problems else "no loss in it yet"
     if name == "steps" and not any(run.curve(key) for key, _ in curves.STEP_CURVES):
         return "no steps in it yet"
+    if name == "scores" and curves.scores([run]) is None:
+        return "no scores in it; train with --eval-requests FILE"
     if name == "experts" and not run.expert_loads:
         return "no load of experts in it; it needs a run of a model that has experts"
     if name == "time" and not bars.time_by_phase(run):
@@ -126,6 +129,7 @@ RUN_PLOTS = {
     "pipeline": RunPlot("measured and planned", plot_timeline),
     "loss": RunPlot("losses over tokens and steps", curves.loss, takes_several=True),
     "steps": RunPlot("learning rate, gradient norm and tokens/s", curves.training_curves, takes_several=True),
+    "scores": RunPlot("scores of --eval-requests by task", curves.scores, takes_several=True),
     "experts": RunPlot("number of tokens for each expert", curves.experts),
     "time": RunPlot("where the time went", bars.time_bars, takes_several=True),
     "agreement": RunPlot("differences of the losses of runs", plot_agreement, takes_several=True),

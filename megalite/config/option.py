@@ -38,7 +38,7 @@ _USER_PROTOCOLS = (
 _SAFE_QUERY = re.compile(r"\?(versionId|generation|download)=\w+|#\d+")  # only selects a version of the file
 MAX_SHOWN = 200  # characters of a value in an error message
 _PATH_OPTIONS = re.compile(
-    r"\w+_(path|dir|file|folder)|tokenizer_model|save|save_local|load|pretrained_checkpoint|export_hf"
+    r"\w+_(path|dir|file|folder)|tokenizer_model|eval_requests|save|save_local|load|pretrained_checkpoint|export_hf"
 )
 LIST_TYPES = ("ints", "floats", "strs")
 # Linux allows 4095 and 255; the rest is for suffixes that are appended

@@ -456,6 +456,9 @@ class DataConfig:
         None, help="validation data prefixes, as --data-path, not split; NAME=PREFIX for several sets"
     )
     test_data_path: tuple[str, ...] | None = operational(None, help="test data prefixes, as --data-path, not split")
+    eval_requests: str | None = operational(
+        None, help="JSONL file of questions whose answers each evaluation scores by likelihood (megalite eval)"
+    )
     data_args_path: str | None = training(None, help="file with the arguments of --data-path, for long blends")
     per_split_data_args_path: str | None = training(
         None,

@@ -29,7 +29,7 @@ from megalite.models.layers import MLPS, build_mixer, check_mixer
 from megalite.models.mtp import MTPEmbedding, MTPLayer
 from megalite.nn.embedding import Embedding, vocab_spec
 from megalite.nn.linear import column_parallel_linear
-from megalite.nn.loss import linear_cross_entropy
+from megalite.nn.loss import linear_cross_entropy, token_losses
 from megalite.nn.loss_sums import head_losses
 from megalite.nn.micro_batch import RNG_SITE_HIDDEN_1, RNG_SITE_HIDDEN_2, Batch, ForwardContext
 from megalite.nn.norm import Norm
@@ -223,6 +223,8 @@ class LMHead(nn.Module):
     def forward(self, h_sBD: Tensor, batch: Batch, ctx: ForwardContext, depths: Sequence[Tensor] = ()) -> Tensor:
         """Return the summed loss, whose backward includes the z-loss, or logits_SBv without labels.
 
+        With `ctx.request_sums`, the losses of the labels are added to those of their requests, without a backward.
+
         Args:
             h_sBD: the hidden states after the final norm.
             batch: the micro-batch.
@@ -232,6 +234,11 @@ class LMHead(nn.Module):
         """
         if batch.labels_SB is None:
             return soft_cap(column_parallel_linear(h_sBD, [self.weight], self.tp)[0], self.softcap)
+        if ctx.request_sums is not None:
+            assert batch.request_ids_SB is not None
+            loss_SB = token_losses(h_sBD, self.weight, batch.labels_SB, self.tp, self.vocab_size, softcap=self.softcap)
+            ctx.request_sums.add(loss_SB, batch.request_ids_SB)
+            return loss_SB.sum()
         loss, z_loss = self._losses(h_sBD, batch, ctx, z_loss=self.z_loss)
         if ctx.loss_sums is not None:
             for name, value in zip(head_losses(self.z_loss), (loss, z_loss), strict=False):

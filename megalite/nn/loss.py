@@ -27,6 +27,11 @@ from megalite.parallel.comm import start_all_gather, start_reduce_scatter
 from megalite.parallel.mesh import Axis
 
 
+def _gather_tokens(x_sBD: Tensor, tp: Axis) -> Tensor:
+    """Return x_SBD, the positions of all tp ranks."""
+    return start_all_gather(x_sBD, tp).wait()
+
+
 def _chunk_stats_(
     logits_nv: Tensor,
     labels_n: Tensor,
@@ -74,7 +79,7 @@ class _LinearCrossEntropy(Function):
         loss_weight: float,
         needs_grad: bool,
     ) -> tuple[Tensor, Tensor]:
-        x_SBD = start_all_gather(x_sBD, tp).wait()
+        x_SBD = _gather_tokens(x_sBD, tp)
         x_ND, labels_N = x_SBD.flatten(0, 1), labels_SB.flatten()
         n, v = x_ND.shape[0], weight_vD.shape[0]
         dtype = accum_dtype(x_ND)
@@ -178,3 +183,25 @@ def linear_cross_entropy(
     """
     args = (labels_SB, mask_SB, tp, vocab_size, z_loss, softcap, loss_grad, loss_weight, torch.is_grad_enabled())
     return _LinearCrossEntropy.apply(x_sBD, weight_vD, *args)  # type: ignore[return-value]
+
+
+@torch.no_grad()
+def token_losses(
+    x_sBD: Tensor, weight_vD: Tensor, labels_SB: Tensor, tp: Axis, vocab_size: int, *, softcap: float | None = None
+) -> Tensor:
+    """Return the loss of each label, loss_SB in nats, in fp32 (fp64 for fp64); the same on every tp rank.
+
+    There is no backward. The arguments are those of `linear_cross_entropy`. Collective over tp.
+    """
+    x_ND, labels_N = _gather_tokens(x_sBD, tp).flatten(0, 1), labels_SB.flatten()
+    n = x_ND.shape[0]
+    loss_N = torch.empty(n, dtype=accum_dtype(x_ND), device=x_ND.device)
+    size = chunk_tokens(n, weight_vD.shape[0], x_ND.dtype, x_ND.device)
+    logits_buffer_nv = x_ND.new_empty(size, weight_vD.shape[0])
+    for start in range(0, n, size):
+        chunk = slice(start, min(start + size, n))
+        x_nD = x_ND[chunk]
+        logits_nv = mm_(logits_buffer_nv[: x_nD.shape[0]], x_nD, weight_vD.T)
+        lse_n, target_n = _chunk_stats_(logits_nv, labels_N[chunk], None, tp, vocab_size, 0.0, softcap)
+        torch.sub(lse_n, target_n, out=loss_N[chunk])
+    return loss_N.view_as(labels_SB)

@@ -113,6 +113,25 @@ class LossSums:
         }
 
 
+class RequestSums:
+    """Sums of the losses of an evaluation's requests over the tokens of their continuations, in nats and fp64.
+
+    Attributes:
+        values: The sum of the losses that belong to no request, and then the sum of each request.
+    """
+
+    def __init__(self, num_requests: int, device: torch.device) -> None:
+        self.values = torch.zeros(1 + num_requests, dtype=torch.float64, device=device)
+
+    def add(self, loss_SB: Tensor, request_ids_SB: Tensor) -> None:
+        """Add the losses of a micro-batch, whose labels belong to these requests; -1 stands for none."""
+        self.values.index_add_(0, request_ids_SB.flatten() + 1, loss_SB.flatten().to(torch.float64))
+
+    def local_values(self, mesh: Mesh) -> Tensor:
+        """Return this rank's part of the sums over all ranks: of tp ranks, which have the same sums, one counts."""
+        return self.values[1:].clone() if mesh.tp.is_first else torch.zeros_like(self.values[1:])
+
+
 def _mean(total: float, count: float) -> float:
     """Return the mean of `count` values; without any, 0, or NaN if the sum is not finite."""
     return total / count if count else 0.0 * total

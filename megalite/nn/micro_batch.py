@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megalite.config.rope_spec import RopeSpec
 from megalite.kernels.attention import Documents
-from megalite.nn.loss_sums import LossSums
+from megalite.nn.loss_sums import LossSums, RequestSums
 from megalite.nn.sequence_sharding import SequenceSharding
 from megalite.nn.wgrad_store import WeightGradStore
 from megalite.parallel.mesh import Axis
@@ -60,6 +60,7 @@ class Batch:
     num_targets   number of labels that count, if the loader has counted them
     num_unpadded  number of tokens that are not padding
     padding_SB    True for padding, which routers do not count; None: there is no padding
+    request_ids_SB  the request that each label belongs to, or -1 for none; None: losses are not summed by request
 
     For the depths k = 1 .. n of multi-token prediction, on the ranks that have them:
 
@@ -81,6 +82,7 @@ class Batch:
     num_targets: int = 0
     num_unpadded: int = 0
     padding_SB: Tensor | None = None
+    request_ids_SB: Tensor | None = None
     mtp_tokens_JSB: Tensor | None = None
     mtp_positions_JSB: Tensor | None = None
     mtp_labels_JSB: Tensor | None = None
@@ -122,6 +124,7 @@ class ForwardContext:
     in_full_recompute  the layers are recomputed in backward as a whole
     cache         the state of mixers at earlier positions in generation; None: the samples are complete
     loss_sums     the sums of losses for the log (nn/loss_sums.py); None: they are not kept
+    request_sums  the sums of losses by request; the head then computes no other loss; None: it does
     """
 
     step: int = 0
@@ -132,3 +135,4 @@ class ForwardContext:
     in_full_recompute: bool = False
     cache: MixerCache | None = None
     loss_sums: LossSums | None = None
+    request_sums: RequestSums | None = None

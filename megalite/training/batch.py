@@ -84,6 +84,7 @@ def to_host_batch(
         num_targets=tokens_SB.numel() if mask_SB is None else int(mask_SB.sum(dtype=torch.float64)),
         num_unpadded=tokens_SB.numel() - (0 if padding_SB is None else int(padding_SB.sum())),
         padding_SB=padding_SB if padding else None,
+        request_ids_SB=None if micro.request_ids is None else shard(micro.request_ids),
         **mtp_tensors,
     )
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from megalite.common.text_file import TextFileError, read_small_text
@@ -16,6 +16,7 @@ from megalite.data.datasets.fim_dataset import FimDataset, FimOptions
 from megalite.data.datasets.ledger import DataLedger
 from megalite.data.datasets.map_dataset import MapDataset, build_plugin_dataset
 from megalite.data.datasets.mock_dataset import MockDataset
+from megalite.data.datasets.requests import RequestSet, open_requests
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.build_tokenizer import build_tokenizer
 from megalite.data.tokenizers.tokenizer import Tokenizer
@@ -49,6 +50,7 @@ class DatasetBundle:
     test: list[NamedDataset[Dataset]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # lines for the log
     ignored_label: int | None = None  # id that pads samples of `train` and does not count as a label
+    requests: RequestSet | None = None  # what each evaluation scores by likelihood
 
 
 def open_tokenizer(data: DataConfig) -> Tokenizer | None:
@@ -62,16 +64,21 @@ def build_datasets(data: DataConfig, seq_length: int, seed: int, eval_iters: int
     """Open the datasets without reading tokens; validation and test sets only if eval_iters > 0.
 
     Raises:
-        DataError: if data is missing, damaged or too little.
+        DataError: if data is missing, damaged or too little, or if requests cannot be used.
     """
     tokenizer = open_tokenizer(data)
     vocab_size = true_vocab_size(data, tokenizer)
     builder = _DatasetBuilder(data, seq_length, seed, eval_iters > 0, tokenizer, vocab_size)
     if data.mock_data:
-        return builder.generated()
-    if data.dataset is not None:
-        return builder.from_plugin(data.dataset)
-    return builder.from_files()
+        sources = builder.generated()
+    elif data.dataset is not None:
+        sources = builder.from_plugin(data.dataset)
+    else:
+        sources = builder.from_files()
+    if data.eval_requests is None or tokenizer is None:
+        return sources
+    requests = open_requests(data.eval_requests, tokenizer, seq_length)
+    return replace(sources, requests=requests, notes=[*sources.notes, requests.describe(data.eval_requests)])
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,15 @@ from megalite.config.env_overrides import env_override
 from megalite.config.options import Config
 from megalite.config.validation import find_problems
 from megalite.data.datasets.base_dataset import Dataset
-from megalite.data.datasets.batches import Batches, DocumentBoundaries, PlaceholderDataset, Prefetcher
+from megalite.data.datasets.batches import Batches, DocumentBoundaries, MicroBatch, PlaceholderDataset, Prefetcher
+from megalite.data.datasets.requests import pack_requests
 from megalite.kernels.dispatch import set_kernel_options
 from megalite.launch.rank_info import RankInfo
 from megalite.models.gpt import Stage
 from megalite.models.torch_compile import Backend, compile_blocks
 from megalite.nn.activation_offload import ActivationOffload
 from megalite.nn.loss_sums import LossSums, head_losses
+from megalite.nn.micro_batch import Batch
 from megalite.optim.adamw import ApexAdamW
 from megalite.optim.distributed_optimizer import DistributedOptimizer
 from megalite.optim.loss_scale import LossScaler
@@ -36,6 +38,7 @@ from megalite.training.expert_balancer import ExpertLoadBalancer
 from megalite.training.monitoring.spike_detector import SpikeDetector
 from megalite.training.noise_scale import NoiseScale
 from megalite.training.plugin_metrics import PluginMetrics
+from megalite.training.request_loader import RequestLoader
 from megalite.training.state import Loader, Run
 
 
@@ -176,6 +179,7 @@ def build_run(
         train_loader=train_loader,
         valid_loaders=valid_loaders,
         test_loaders=test_loaders,
+        requests=_open_requests(plan, sources, mesh),
         ledger=sources.ledger,
         tokenizer=sources.tokenizer,
         seq_length=model.seq_length,
@@ -256,6 +260,15 @@ def host_batch_options(config: Config, mesh: Mesh) -> dict[str, Any]:
     )
 
 
+def _prepare_host_batch(config: Config, mesh: Mesh, **changes: bool) -> Callable[[MicroBatch], Batch]:
+    """Return the function from a micro-batch to a batch in host memory.
+
+    `changes` replace arguments of `to_host_batch` that follow from the options.
+    """
+    options = {**host_batch_options(config, mesh), **changes}
+    return functools.partial(to_host_batch, pin=mesh.device.type == "cuda", **options)
+
+
 def _open_loaders(
     plan: RunPlan, sources: DatasetBundle, mesh: Mesh
 ) -> tuple[Loader, list[NamedDataset[Loader]], list[NamedDataset[Loader]]]:
@@ -272,7 +285,7 @@ def _open_loaders(
     reads_samples = mesh.pp.is_first or mesh.pp.is_last or separate_documents or (is_padded and counts_padding)
     has_depths = plan.config.model.num_mtp_depths > 0
     boundaries = DocumentBoundaries(sources.eod, data.eod_mask_loss, separate_documents, ids=has_depths)
-    prepare = functools.partial(to_host_batch, pin=mesh.device.type == "cuda", **host_batch_options(plan.config, mesh))
+    prepare = _prepare_host_batch(plan.config, mesh)
 
     def open_loader(
         dataset: Dataset, micro_batch_size: int, batch_size_at: Callable[[int], int], ignored_label: int | None = None
@@ -302,3 +315,18 @@ def _open_loaders(
 
     train_loader = open_loader(sources.train, train.micro_batch_size, shape.batch_sizes.at, sources.ignored_label)
     return train_loader, open_eval_loaders(sources.valid), open_eval_loaders(sources.test)
+
+
+def _open_requests(plan: RunPlan, sources: DatasetBundle, mesh: Mesh) -> RequestLoader | None:
+    """Return the loader of --eval-requests, or None without them. Its documents are separated in any run."""
+    if sources.requests is None:
+        return None
+    train = plan.config.train
+    return RequestLoader(
+        pack_requests(sources.requests),
+        _prepare_host_batch(plan.config, mesh, positions=True, documents=True),
+        train.eval_micro_batch_size or train.micro_batch_size,
+        plan.shape.eval_batch_size,
+        mesh.dp.rank,
+        mesh.dp.size,
+    )

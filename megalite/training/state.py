@@ -22,6 +22,7 @@ from megalite.training.expert_balancer import ExpertLoadBalancer
 from megalite.training.monitoring.spike_detector import SpikeDetector
 from megalite.training.noise_scale import NoiseScale, NoiseSums
 from megalite.training.plugin_metrics import PluginMetrics
+from megalite.training.request_loader import RequestLoader
 
 Loader = Prefetcher[Batch]
 
@@ -147,6 +148,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     valid_loaders: list[NamedDataset[Loader]] = field(default_factory=list)
     test_loaders: list[NamedDataset[Loader]] = field(default_factory=list)
+    requests: RequestLoader | None = None  # what each evaluation scores by likelihood
     ledger: DataLedger | None = None  # record of the training data; None for generated data
     tokenizer: Tokenizer | None = None  # None if unknown
     before_update: Callable[[], None] = lambda: None  # waits while a save still copies the state that an update changes

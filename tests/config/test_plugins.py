@@ -262,6 +262,9 @@ def test_mixer_does_not_see_documents_or_ambiguous_letters(tmp_path: Path) -> No
         ConfigError, match="reset_attention_mask=True: mixer 'mine_a' of .* does not separate documents"
     ):
         config_from([*flags, "--plugin", str(tmp_path / "a.py")])
+    flags[-1:] = ["--eval-requests", "x.jsonl"]
+    with pytest.raises(ConfigError, match="eval_requests=x.jsonl: mixer 'mine_a' of .* does not separate documents"):
+        config_from([*flags, "--plugin", str(tmp_path / "a.py")])
     plugins.load_plugins([str(tmp_path / "b.py")])
     with pytest.raises(ConfigError, match="letter"):
         config_from([*flags, "--plugin", str(tmp_path / "a.py"), "--plugin", str(tmp_path / "b.py")])

@@ -7,6 +7,7 @@ import random
 import re
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,45 @@ def test_text_report_writes_nothing_and_the_page_has_pictures(tmp_path: Path, ca
     names = {path.stem for path in (tmp_path / "out").glob("*.png")}
     assert names == {"loss", "steps", "time", "timeline", "layout", "memory"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "out").glob("*.png"))
+
+
+def write_scores(run_dir: Path, num_tasks: int, steps: Sequence[int] = (2, 4)) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        for step in steps:
+            row: dict[str, float] = {"step": step, "tokens": 512 * step}
+            for n in range(num_tasks):
+                row |= {f"eval/task_{n}/acc": 0.1 * step + 0.01 * n, f"eval/task_{n}/bpb": 2.0 / step}
+            file.write(json.dumps(row) + "\n")
+
+
+def test_scores_have_a_line_per_task_and_a_mean_of_many(tmp_path: Path) -> None:
+    few, many, other = (write_run(tmp_path / name, 5) for name in ("few", "many", "other"))
+    for run_dir, num_tasks in ((few, 2), (many, 9)):
+        write_scores(run_dir, num_tasks)
+    picture = curves.scores(read_runs([few]))
+    assert picture is not None and {"task_0", "task_1", "accuracy", "bits per byte of right answers"} <= {
+        *texts_of(picture)
+    }
+    accuracy, bits = picture.draw(WIDE).axes
+    assert [line.get_ydata().tolist() for line in accuracy.lines] == [[0.2, 0.4], pytest.approx([0.21, 0.41])]
+    assert [line.get_xdata().tolist() for line in bits.lines] == [[2, 4]] * 2
+    picture = curves.scores(read_runs([many]))
+    assert picture is not None and "mean of 9 tasks" in texts_of(picture) and "task_0" not in texts_of(picture)
+    assert picture.draw(WIDE).axes[0].lines[-1].get_ydata().tolist() == pytest.approx([0.24, 0.44])
+    assert "few: task_1" in texts_of(curves.scores(read_runs([few, other])))
+    assert curves.scores(read_runs([other])) is None
+    assert "<h2>Scores</h2>" in HtmlReport(read_runs([few])).text()
+    assert "<h2>Scores</h2>" not in HtmlReport(read_runs([other])).text()
+
+
+def test_missing_scores_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plot.main(["scores", str(write_run(tmp_path / "run", 5)), "--out", str(tmp_path / "x.png")])
+    assert "no scores in it; train with --eval-requests FILE" in capsys.readouterr().err
+    run_dir = write_run(tmp_path / "scored", 5)
+    write_scores(run_dir, 1)
+    plot.main(["scores", str(run_dir), "--out", str(tmp_path / "x.svg")])
+    assert "<svg" in (tmp_path / "x.svg").read_text()
 
 
 @pytest.mark.parametrize("picture", ["pipeline", "loss", "steps", "time", "memory", "layout", "agreement"])

@@ -219,6 +219,7 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
 def test_resume_drops_later_and_torn_rows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     good = ['{"step": 1, "train/loss": 5.0}', '{"step": 2, "note": "\u2028 ü"}', '{"step": 2, "val/valid/loss": 4.0}']
+    good.append('{"step": 2, "eval/hellaswag/acc": 0.5}')
     bad = ['{"step": 3}', "", "3", '{"tokens": 5}', '{"step": "2"}', '{"step": 1, "train/lo']
     torn = b'{"step": 2, "note": "\xff\x00'
     path.write_bytes("\n".join([good[0], bad[0], *good[1:], *bad[1:]]).encode() + b"\n" + torn)

@@ -10,6 +10,11 @@ from tools.plots.style import MARKERS, SERIES, WIDE, Picture, color, figure, for
 if TYPE_CHECKING:
     from tools.verification.compare_ranks import QuantityDiff
 
+SCORES = (
+    ("acc", "accuracy"),
+    ("acc_norm", "accuracy with log-likelihoods per byte"),
+    ("bpb", "bits per byte of right answers"),
+)
 LINE_STYLES = ("-", "--", ":", "-.")  # for more runs than there are colors
 MAX_MARKERS = 60  # points of a line that have markers
 STEP_CURVES = (
@@ -211,6 +216,62 @@ def other_losses(runs: Sequence[RunData]) -> Picture | None:
         "the previous log line."
     )
     return Picture("other_losses", caption, draw)
+
+
+def scores(runs: Sequence[RunData]) -> Picture | None:
+    """Return the scores of requests over steps, one line per task; None if no run has them.
+
+    Of more tasks than there are colors, all lines are gray, and a colored one is their mean.
+    """
+    shown = [(score, name) for score, name in SCORES if any(run.scores(score) for run in runs)]
+    if not shown:
+        return None
+    num_tasks = max(len(run.scores(score)) for run in runs for score, _ in shown)
+
+    def draw(width: float) -> Any:
+        fig, axes = figure(width, [1.9] * len(shown), share_x=True)
+        for axis, (score, name) in zip(axes, shown, strict=True):
+            for index, run in enumerate(runs):
+                _draw_scores(axis, runs, index, run.scores(score), with_labels=axis is axes[0])
+            axis.set_title(name, loc="left", color=color("muted"))
+            _format_ticks(axis, "x", "y")
+            axis.margins(x=0.02)
+        legend(fig, axes[0], width)
+        axes[-1].set_xlabel("steps")
+        return fig
+
+    caption = "Scores of the requests of --eval-requests by task: accuracies are fractions of questions."
+    if num_tasks > len(SERIES):
+        caption += " Gray: each task."
+    return Picture("scores", caption, draw)
+
+
+def _draw_scores(
+    axis: Any, runs: Sequence[RunData], index: int, points_by_task: dict[str, list[Point]], with_labels: bool
+) -> None:
+    """Draw a score of a run: with one color per task, or per run if there are several runs."""
+    is_single = len(runs) == 1
+    prefix = "" if is_single else f"{runs[index].label}: "
+    if len(points_by_task) > len(SERIES):
+        for points in points_by_task.values():
+            axis.plot([step for step, *_ in points], [y for *_, y in points], color=color("line"), linewidth=1.0)
+        points_by_task = {f"mean of {len(points_by_task)} tasks": _mean_curve([*points_by_task.values()])}
+    for i, (task, points) in enumerate(points_by_task.items()):
+        kwargs: dict[str, Any] = {"linewidth": 1.4, "label": f"{prefix}{task}" if with_labels else None}
+        if len(points) <= MAX_MARKERS:
+            kwargs.update(marker=MARKERS[i % len(MARKERS)], markersize=4.5, markeredgecolor=color("paper"))
+        if not is_single:
+            kwargs["linestyle"] = LINE_STYLES[i % len(LINE_STYLES)]
+        _line(axis, downsample(points), 0, i if is_single else index, **kwargs)
+
+
+def _mean_curve(curves: Sequence[Sequence[Point]]) -> list[Point]:
+    """Return the mean of several curves, at the steps that all of them have."""
+    values: dict[tuple[float, float], list[float]] = {}
+    for points in curves:
+        for step, tokens, y in points:
+            values.setdefault((step, tokens), []).append(y)
+    return [(*position, sum(ys) / len(ys)) for position, ys in sorted(values.items()) if len(ys) == len(curves)]
 
 
 def experts(runs: Sequence[RunData]) -> Picture | None:

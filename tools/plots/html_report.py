@@ -73,6 +73,7 @@ class HtmlReport:
         return [
             ("Comparison", self._comparison),
             ("Loss", self._loss),
+            ("Scores", lambda: [curves.scores(self.runs)]),
             ("Agreement", self._agreement),
             ("Training curves", self._training_curves),
             ("Time breakdown", self._time),

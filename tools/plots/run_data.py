@@ -124,7 +124,8 @@ class RunData:
                 continue
             for key, value in row.items():
                 y = finite_number(value)
-                if y is not None and (key in CURVE_KEYS or key.startswith("val/") or is_other_loss(key)):
+                is_shown = key in CURVE_KEYS or key.startswith(("val/", "eval/")) or is_other_loss(key)
+                if y is not None and is_shown:
                     curves.setdefault(key, {})[step] = step, step if tokens is None else tokens, y
         return {key: sorted(points.values()) for key, points in curves.items()}
 
@@ -177,6 +178,12 @@ class RunData:
         keys = [key for key in self.curves if key.startswith("val/") and key.endswith("/loss")]
         prefix, suffix = len("val/"), len("/loss")
         return {sanitize(key[prefix:-suffix], MAX_SET_NAME): self.curve(key) for key in keys}
+
+    def scores(self, score: str) -> dict[str, list[Point]]:
+        """Return the curves of a score of --eval-requests, such as "acc", by task."""
+        prefix, suffix = "eval/", f"/{score}"
+        keys = [key for key in self.curves if key.startswith(prefix) and key.endswith(suffix)]
+        return {sanitize(key[len(prefix) : -len(suffix)], MAX_LABEL): self.curve(key) for key in keys}
 
     @cached_property
     def run_info(self) -> dict[str, Any]:

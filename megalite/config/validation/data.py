@@ -23,6 +23,8 @@ def data_problems(config: Config, is_complete: bool) -> Iterator[Problem]:
                 f"{name} needs a tokenizer that knows the end of a document; give --tokenizer-type",
                 options=(name, "tokenizer_type"),
             )
+    if is_complete and data.eval_requests and not data.tokenizer_type:
+        yield requires("eval_requests", "tokenizer_type")
     if data.dataset:
         for name in options_set(config, "fim_data", "document_packing", "split"):
             yield Problem(

@@ -285,12 +285,12 @@ def _hybrid_model_problems(config: Config) -> Iterator[Problem]:
             options=("experimental_attention_variant", "hybrid_layer_pattern"),
         )
     plugin_mixers = sorted(mixers.difference(ATTENTION_MIXERS, RECURRENT_MIXERS))
-    if config.data.reset_attention_mask:
+    for option in options_set(config, "reset_attention_mask", "eval_requests"):
         for name in plugin_mixers:
             if not getattr(REGISTRIES["mixer"].get(name), "supports_documents", False):
                 yield Problem(
-                    f"reset_attention_mask=True: mixer {name!r} of {pattern} does not separate documents; drop it",
-                    options=("reset_attention_mask", "hybrid_layer_pattern"),
+                    f"{shown(config, option)}: mixer {name!r} of {pattern} does not separate documents; drop it",
+                    options=(option, "hybrid_layer_pattern"),
                 )
     if config.parallel.context_parallel_size > 1:
         for name in plugin_mixers:

@@ -33,6 +33,7 @@ class MicroBatch:
     document_start  [B, S], position of the first token of each token's document; None: not requested
     document_ids    [B, S + 1], increasing numbers of the documents of all tokens; None: not requested, or not separated
     padding         [B, S], True where the token only fills its sample; None: no sample is padded
+    request_ids     [B, S], the request whose continuation has the label, or -1 (requests.py); None: training data
     """
 
     tokens: Ints
@@ -41,6 +42,7 @@ class MicroBatch:
     document_start: NDArray[np.int32] | None = None
     padding: NDArray[np.bool_] | None = None
     document_ids: NDArray[np.int32] | None = None
+    request_ids: Ints | None = None
 
 
 class PlaceholderDataset(Dataset):

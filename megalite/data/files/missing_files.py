@@ -24,14 +24,14 @@ READ_BY = {
 
 def without_data_files(data: DataConfig) -> DataConfig:
     """Return options that replace the data of another machine's rank: no tokens, and a vocabulary of the given size."""
-    data = replace(data, mock_data=True, **dict.fromkeys((*DATA_PATH_OPTIONS, "dataset")))
+    data = replace(data, mock_data=True, **dict.fromkeys((*DATA_PATH_OPTIONS, "dataset", "eval_requests")))
     if data.vocab_size is not None and missing_file_errors(data):
         data = replace(data, tokenizer_type="NullTokenizer", **dict.fromkeys(TOKENIZER_PATH_OPTIONS))
     return data
 
 
 def missing_file_errors(data: DataConfig, elsewhere: bool = False) -> list[str]:
-    """Return a line for each token file and tokenizer file of the options that does not exist; URLs are not checked.
+    """Return a line for each token file, tokenizer file and file of requests that does not exist, without URLs.
 
     `elsewhere` is True if the options belong to a rank on another machine (`without_data_files`).
     """
@@ -48,6 +48,9 @@ def missing_file_errors(data: DataConfig, elsewhere: bool = False) -> list[str]:
         if path is not None and "://" not in path and not Path(path).exists():
             reason = os.strerror(errno.ENOENT)
             lines.append(f"{name}={path!r}: {reason}; give a file here{alternative}, nothing is downloaded")
+    if data.eval_requests is not None and not Path(data.eval_requests).exists():
+        reason = os.strerror(errno.ENOENT)
+        lines.append(f"eval_requests={data.eval_requests!r}: {reason}; megalite eval --write-requests makes one")
     return list(dict.fromkeys(lines))
 
 

@@ -96,14 +96,14 @@ def truncate_metrics_after(path: Path, step: int, validated: bool = True) -> Non
     """Drop rows of metrics.jsonl after `step`, which a resumed run will write again, and incomplete rows.
 
     Args:
-        validated: If False, the losses of validation and test sets at `step` itself are dropped too.
+        validated: If False, the losses of sets and the scores of requests at `step` itself are dropped too.
     """
     if not path.is_file():
         return
 
     def is_kept(row: dict[str, Any]) -> bool:
         row_step = row.get("step")
-        is_evaluation = row_step == step and any(key.startswith("val/") for key in row)
+        is_evaluation = row_step == step and any(key.startswith(("val/", "eval/")) for key in row)
         return isinstance(row_step, int) and row_step <= step and (validated or not is_evaluation)
 
     write_atomically(path, (f"{line}\n" for line, row in read_jsonl(path) if is_kept(row)))

@@ -203,6 +203,21 @@ def megalite_validation_line(step: int, name: str, loss: float, bpb: float | Non
     return f"{now:%H:%M:%S}  step {step:5d}  {name} loss {loss:.4f}  ppl {perplexity(loss):.5g}{bpb_text}"
 
 
+def format_scores(scores: Mapping[str, float]) -> str:
+    """Format the scores of a task by their names (data/datasets/requests.py: TaskScores).
+
+    >>> format_scores({"acc": 0.25, "bpb": 1.5})
+    'acc 0.2500  bits per byte 1.5000'
+    """
+    names = {"bpb": "bits per byte"}
+    return "  ".join(f"{names.get(name, name)} {value:.4f}" for name, value in scores.items())
+
+
+def score_line(step: int, task: str, scores: Mapping[str, float], now: datetime.datetime) -> str:
+    """Return the log line of the scores of a task, in both styles; Megatron-LM has no such line."""
+    return f"{now:%H:%M:%S}  step {step:5d}  {task} {format_scores(scores)}"
+
+
 def megatron_validation_lines(prefix: str, loss: float, name: str = "") -> str:
     """Return Megatron-LM's framed line of an evaluation.
 

@@ -21,6 +21,7 @@ from megalite.common.text_file import read_ends
 from megalite.common.wording import plural
 from megalite.config.options import LogConfig
 from megalite.data.datasets.bits_per_byte import bits_per_byte
+from megalite.data.datasets.requests import TaskScores
 from megalite.training.datasets import NamedDataset
 from megalite.training.logging import log_format
 from megalite.training.logging.event_log import AppendOnlyFile
@@ -274,6 +275,17 @@ class MetricsLogger:
             if self.log.log_validation_ppl_to_tensorboard:
                 tags[f"{tag} ppl"] = perplexity(loss)
             self._write_scalars(tags, step, progress.consumed_samples)
+
+    def log_scores(self, progress: Progress, scores_by_task: Mapping[str, TaskScores]) -> None:
+        """Log the scores of the requests of each task."""
+        step = progress.step
+        row: dict[str, float] = {}
+        for task, scores in scores_by_task.items():
+            self.info(log_format.score_line(step, task, scores.values, datetime.datetime.now()))
+            row |= {f"eval/{task}/{name}": value for name, value in scores.values.items()}
+            self._results[f"scores of {task}"] = f"{log_format.format_scores(scores.values)} at step {step:,}"
+        self._write_row(step, progress.consumed_tokens, row)
+        self._write_scalars(row, step, progress.consumed_samples)
 
     def log_save(self, progress: Progress, background: bool) -> None:
         """Log a save in progress.txt; earlier saves are complete, and this one too unless it is in the background."""
