@@ -1,17 +1,22 @@
 """Trackers neither delay nor end a run, and a resumed run continues its runs in them.
 
-The packages are replaced by modules that record what they receive.
+The packages are replaced by modules that record what they receive, except that of the example plugin.
 """
 
+import json
+import os
 import sys
 import threading
 import time
 import types
+import zipfile
 from collections import defaultdict
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 from program_runs import load_json_lines
 from train_cases import SMALL_RUN, config_from, pretrain
@@ -256,3 +261,85 @@ def test_mlflow_keeps_its_rows_if_a_request_at_the_start_fails(fails: str, tmp_p
     first_step = 3 if fails == "update_run" else 1
     assert [row["step"] for row in rows if "train/loss" in row] == [*range(first_step, 5)]
     assert "WARNING: MLflow: " in (err := capsys.readouterr().err) and "no such run" in err
+
+
+# ---- trackers of plugins
+TRACKER = """
+import threading, megalite
+
+@megalite.register("tracker", "mine")
+class Mine:
+    def __init__(self, run):
+        assert threading.current_thread() is not threading.main_thread()
+        self.run, self.file = run, run.id_file("mine_run_id.txt")
+    def open(self):
+        self.id = self.file.read() or f"{self.run.name}-{self.run.config['train']['train_iters']}"
+        self.file.write(self.id)
+        self.out = open(f"{self.id}.rows", "a")
+    def log(self, values, step):
+        FAILS
+        if "train/loss" in values:
+            print(step, values["train/loss"], file=self.out)
+    def close(self):
+        self.out.close()
+"""
+
+
+def train_with_plugin(directory: Path, steps: int, *flags: str, fails: str = "pass") -> str:
+    """Train in another process, and return its output. Rank 1 of 2 would fail to write the same file."""
+    (directory / "mine.py").write_text(TRACKER.replace("FAILS", fails))
+    argv = [*SMALL_RUN, *f"--plugin mine.py --train-iters {steps} --lr-decay-iters 4 --save run --load run".split()]
+    return programs.run_python("pretrain_gpt.py", *argv, *flags, cwd=directory, timeout=200, check=True).stderr
+
+
+@pytest.mark.slow
+def test_tracker_of_a_plugin_gets_the_rows_once_and_is_continued(tmp_path: Path) -> None:
+    train_with_plugin(tmp_path, 2, "--nproc", "2")
+    train_with_plugin(tmp_path, 4)
+    written = [row for row in load_json_lines(tmp_path / "run/metrics.jsonl") if "train/loss" in row]
+    lines = [f"{row['step']} {row['train/loss']}" for row in written]
+    assert (tmp_path / "run-2.rows").read_text().splitlines() == lines and len(lines) == 4
+    assert [path.name for path in tmp_path.glob("*.rows")] == ["run-2.rows"]
+
+
+@pytest.mark.presubmit
+@pytest.mark.parametrize(("fails", "reason"), [("1 / 0", "division by zero"), ("exit(3)", "SystemExit: 3")])
+def test_broken_tracker_of_a_plugin_does_not_end_the_run(tmp_path: Path, fails: str, reason: str) -> None:
+    err = train_with_plugin(tmp_path, 2, fails=fails)
+    rows = load_json_lines(tmp_path / "run/metrics.jsonl")
+    assert f"WARNING: mine: {reason}; training continues" in err
+    assert f"WARNING: mine: {len(rows)} writes failed" in err
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2]
+
+
+@pytest.mark.nightly(guards=("examples/plugins", "megalite/training/logging/metrics_sinks.py"))
+def test_example_writes_an_experiment_of_comet(tmp_path: Path) -> None:
+    """The package writes the file that `comet upload` sends; a resume writes another one of the same experiment."""
+    if find_spec("comet_ml") is None:
+        pytest.skip("needs comet_ml")
+    offline = tmp_path / "offline"
+    offline.mkdir()
+    env = {**os.environ, "COMET_START_ONLINE": "0", "COMET_OFFLINE_DIRECTORY": str(offline), "COMET_PROJECT_NAME": "p"}
+    plugin = Path(__file__).parents[2] / "examples/plugins/tracker.py"
+    metrics, keys = {}, set()
+    for steps in (2, 4):
+        flags = f"--plugin {plugin} --train-iters {steps} --lr-decay-iters 4 --save run --load run"
+        argv = [*SMALL_RUN, *flags.split()]
+        programs.run_python("pretrain_gpt.py", *argv, cwd=tmp_path, env=env, timeout=200, check=True)
+        keys.add((tmp_path / "run/comet_run_id.txt").read_text().strip())
+        [archive] = offline.iterdir()
+        with zipfile.ZipFile(archive) as file:
+            messages = [json.loads(line) for line in file.read("messages.json").splitlines()]
+            assert json.loads(file.read("experiment.json"))["offline_id"] in keys
+        archive.unlink()
+        for message in messages:
+            if (
+                message["type"] == "metric_msg"
+                and (metric := message["payload"]["metric"])["metricName"] == "train/loss"
+            ):
+                metrics[metric["step"]] = metric["metricValue"]
+        payloads = [message["payload"] for message in messages if message["type"] == "parameter_msg"]
+        parameters = {payload["param"]["paramName"] for payload in payloads if "param" in payload}
+        assert ("train|train_iters" in parameters) == (steps == 2)
+    rows = [row for row in load_json_lines(tmp_path / "run/metrics.jsonl") if "train/loss" in row]
+    assert metrics == {row["step"]: row["train/loss"] for row in rows} and len(metrics) == 4 and len(keys) == 1

@@ -26,7 +26,7 @@ from megalite.training.datasets import NamedDataset
 from megalite.training.logging import log_format
 from megalite.training.logging.event_log import AppendOnlyFile
 from megalite.training.logging.log_format import Speed, Values, perplexity
-from megalite.training.logging.metrics_sinks import QueuedSink, row_sinks, tensorboard_sinks
+from megalite.training.logging.metrics_sinks import QueuedSink, TrackedRun, row_sinks, tensorboard_sinks
 from megalite.training.state import Progress
 
 PROGRESS_S = 10.0  # between two progress lines of an evaluation
@@ -106,7 +106,8 @@ class MetricsLogger:
     Args:
         log: The options, with a `log_style` other than auto; the packages that they need are installed, which
             training/job/command.py has checked.
-        tracked_config: Section -> option -> value, which trackers show with the run.
+        tracked_config: Section -> option -> value, which trackers show with the run. Without it the rows of
+            metrics.jsonl are sent to no tracker.
         resumes: Whether the run continues an earlier one, also in its trackers.
     """
 
@@ -133,7 +134,7 @@ class MetricsLogger:
         self._bar: ProgressBar | None = None
         self._log = AppendOnlyFile(directory / "log.txt")
         self._rows = AppendOnlyFile(directory / "metrics.jsonl")
-        rows = row_sinks(log, directory, tracked_config or {}, resumes)
+        rows = [] if tracked_config is None else row_sinks(log, TrackedRun(directory, tracked_config, resumes))
         self._tag_sinks = [QueuedSink(sink, self.try_write) for sink in tensorboard_sinks(log)]
         self._row_sinks = [QueuedSink(sink, self.try_write) for sink in rows]
 

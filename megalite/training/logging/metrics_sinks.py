@@ -1,4 +1,4 @@
-"""The trackers that receive the metrics of a run: TensorBoard, W&B, MLflow and trackio, behind one protocol.
+"""The trackers that receive the metrics of a run, behind one protocol: TensorBoard, W&B, MLflow, trackio, plugins'.
 
 Each tracker is opened, written and closed in a thread of its own, behind a bounded queue. A tracker that is slow,
 broken or out of reach therefore neither delays nor ends the training. Values that find the queue full are dropped and
@@ -11,12 +11,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from megalite.common.console import print_err
+from megalite.common.exits import message_of
 from megalite.common.safe_open import write_atomically
 from megalite.config.options import LogConfig
+from megalite.config.registry import REGISTRIES
 
 MAX_PENDING = 10_000  # entries in a queue; a TensorBoard entry has the scalars of a step
 CLOSE_TIMEOUT_S = 10.0  # the wait for a tracker at the end of a run
@@ -129,6 +132,30 @@ class RunIdFile:
             write_atomically(self.path, f"{run_id}\n")
         except OSError as error:
             print_err(f"WARNING: {self.path}: {error.strerror}; a resume will start a new run in this tracker")
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run that a tracker shows.
+
+    Attributes:
+        directory: The run directory.
+        config: Section -> option -> value, for the options that are not at their defaults.
+        resumes: Whether the run continues an earlier one.
+    """
+
+    directory: Path
+    config: Mapping[str, Mapping[str, Any]]
+    resumes: bool
+
+    @property
+    def name(self) -> str:
+        """The name of the run directory."""
+        return self.directory.resolve().name
+
+    def id_file(self, name: str) -> RunIdFile:
+        """Return the file of this name with a tracker's id of the run."""
+        return RunIdFile(self.directory / name, self.resumes)
 
 
 class TensorBoardSink:
@@ -284,6 +311,45 @@ class TrackioSink:
         self._run.finish()
 
 
+class PluginSink:
+    """A tracker of a plugin. Its code runs in the sink's thread, and may raise anything, also SystemExit.
+
+    Args:
+        name: The name under which the plugin has registered it.
+        build: The registered function, which returns a tracker with the methods of `MetricsSink`.
+    """
+
+    def __init__(self, name: str, build: Callable[[TrackedRun], Any], run: TrackedRun):
+        self.name = name
+        self._build = build
+        self._run = run
+
+    def open(self) -> None:
+        """Build the tracker and open it."""
+        self._call(self._open)
+
+    def _open(self) -> None:
+        self._tracker = self._build(self._run)
+        self._tracker.open()
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Write values by name."""
+        self._call(lambda: self._tracker.log(values, step))
+
+    def close(self) -> None:
+        """Close the tracker."""
+        self._call(lambda: self._tracker.close())
+
+    @staticmethod
+    def _call(function: Callable[[], Any]) -> None:
+        try:
+            function()
+        except Exception:
+            raise
+        except BaseException as error:
+            raise SinkError(message_of(error)) from error
+
+
 def tensorboard_sinks(log: LogConfig) -> list[MetricsSink]:
     """Return the sinks that receive Megatron-LM's tags."""
     if log.tensorboard_dir is None:
@@ -291,29 +357,17 @@ def tensorboard_sinks(log: LogConfig) -> list[MetricsSink]:
     return [TensorBoardSink(log.tensorboard_dir, log.tensorboard_queue_size)]
 
 
-def row_sinks(
-    log: LogConfig, directory: Path, config: Mapping[str, Mapping[str, Any]], resumes: bool
-) -> list[MetricsSink]:
-    """Return the sinks that receive the rows of metrics.jsonl.
-
-    Args:
-        directory: The run directory; its name is the run's name in MLflow and trackio.
-        config: Section -> option -> value, for the options that are not at their defaults.
-        resumes: Whether the run continues an earlier one.
-    """
-    name = directory.resolve().name
+def row_sinks(log: LogConfig, run: TrackedRun) -> list[MetricsSink]:
+    """Return the sinks that receive the rows of metrics.jsonl."""
     sinks: list[MetricsSink] = []
     if log.wandb_project is not None:
-        sinks.append(WandbSink(log, config, RunIdFile(directory / "wandb_run_id.txt", resumes)))
+        sinks.append(WandbSink(log, run.config, run.id_file("wandb_run_id.txt")))
     if log.mlflow_experiment is not None:
-        sinks.append(
-            MLflowSink(log.mlflow_experiment, name, config, RunIdFile(directory / "mlflow_run_id.txt", resumes))
-        )
+        sinks.append(MLflowSink(log.mlflow_experiment, run.name, run.config, run.id_file("mlflow_run_id.txt")))
     if log.trackio_project is not None:
-        sinks.append(
-            TrackioSink(log.trackio_project, name, config, RunIdFile(directory / "trackio_run_id.txt", resumes))
-        )
-    return sinks
+        sinks.append(TrackioSink(log.trackio_project, run.name, run.config, run.id_file("trackio_run_id.txt")))
+    plugins = REGISTRIES["tracker"].plugin_components
+    return [*sinks, *(PluginSink(name, build, run) for name, build in plugins.items())]
 
 
 def _batches(items: list[Any], size: int) -> Iterator[list[Any]]:
