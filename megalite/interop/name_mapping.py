@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from megalite.config.options import ModelConfig
 from megalite.config.registry import REGISTRIES
 from megalite.models.families import TABLES
 
 # entries that are merged with the entries of the family given by `like`
 _MERGED = ("keys", "fixed_options", "supported_values", "optional")
+_PART_OF_LAYER = re.compile(r"layers\.\{n\}\.(\w+)\.")
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ class ModelFamily(TensorNames):
         fixed_options: Option -> value, which is set on import and required on export.
         activation_key: The key of the activation.
         activations: Value of `activation_key` -> activation. If several have one activation, the first is written.
+            Empty: the family has no MLP.
         optional: Key -> default value, for keys that files may omit.
         supported_values: Key -> supported values, the default first.
         derived_keys: Key -> attribute of ModelConfig, for keys that are written in addition to `keys` and read by
@@ -138,6 +141,9 @@ class ModelFamily(TensorNames):
             not multiplied.
         recurrent_mixer: The mixer of the layers that layer_types names linear_attention, or without it those before
             every full_attention_interval-th, or, if it is no key of the family, all but layers 4, 8, ...; "": none.
+        layer_letters: Kind of a layer -> its letter in a hybrid_layer_pattern, for families whose layers are each a
+            mixer or an MLP, with one norm. layer_types has the kinds of all layers, or hybrid_override_pattern their
+            letters. With a single kind, all num_hidden_layers are of it. Empty: each layer is a mixer and an MLP.
         linear_attn_keys: Key -> its name in the table linear_attn_config, where files may have it instead, together
             with the numbers of the layers of each kind from 1.
         spellings: Key -> its name in the files of this family, which may have either.
@@ -145,13 +151,15 @@ class ModelFamily(TensorNames):
         zero_centered_norms: Norm weights are stored as their difference from 1.
         scaled_embedding: The word embedding is multiplied by the square root of hidden_size.
         nullable_keys: Option -> key, for options that null turns off. A default of 0 in `optional` means null.
+        null_keys: Keys that must be null or missing.
+        written_keys: Key -> value that an export writes, and that transformers has to use for the same function.
     """
 
     architecture: str
     keys: Mapping[str, str]
     fixed_options: Mapping[str, Any]
     activation_key: str = "hidden_act"
-    activations: Mapping[str, str]
+    activations: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, Any] = field(default_factory=dict)
     supported_values: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     derived_keys: Mapping[str, str] = field(default_factory=dict)
@@ -163,12 +171,15 @@ class ModelFamily(TensorNames):
     group_score_topk: int = 0
     query_scale_beta: float = 0.0
     recurrent_mixer: str = ""
+    layer_letters: Mapping[str, str] = field(default_factory=dict)
     linear_attn_keys: Mapping[str, str] = field(default_factory=dict)
     spellings: Mapping[str, str] = field(default_factory=dict)
     even_heads: bool = False
     zero_centered_norms: bool = False
     scaled_embedding: bool = False
     nullable_keys: Mapping[str, str] = field(default_factory=dict)
+    null_keys: tuple[str, ...] = ()
+    written_keys: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def has_latent_attention(self) -> bool:
@@ -176,9 +187,44 @@ class ModelFamily(TensorNames):
         return self.fixed_options.get("multi_latent_attention", False)
 
     @property
+    def has_attention(self) -> bool:
+        """True if the family has layers with attention."""
+        return "num_attention_heads" in self.keys
+
+    @property
+    def has_mamba2(self) -> bool:
+        """True if the family has Mamba-2 mixers."""
+        return "mamba_state_dim" in self.keys
+
+    @property
     def supports_gqa(self) -> bool:
         """True if the family supports grouped-query attention."""
         return "num_key_value_heads" in self.derived_keys and not self.has_latent_attention
+
+
+def number_by_letter(naming: TensorNames, model: ModelConfig) -> TensorNames:
+    """Return names in which each mixer and each MLP of `model` is a layer with its own number.
+
+    Megatron-LM's HybridModel and the families with `layer_letters` number layers in this way.
+    """
+    numbers: dict[tuple[int, str], int] = {}
+    for layer_number, layer in zip(model.layer_numbers, model.layers, strict=True):
+        for part, name in ((layer.mixer, layer.mixer), (layer.mlp, "mlp")):
+            if part is not None:
+                numbers[layer_number, name or ""] = len(numbers)
+
+    def external_layer(param: str, layer: int) -> int:
+        match = _PART_OF_LAYER.match(param)
+        # a layer without this part has no such tensor
+        return layer if match is None else numbers.get((layer, match[1]), layer)
+
+    return replace(naming, external_layer=external_layer)
+
+
+def family_names(family: str, model: ModelConfig) -> TensorNames:
+    """Return the tensor names of a model of `family`."""
+    naming: ModelFamily = FAMILIES.get(family)
+    return number_by_letter(naming, model) if naming.layer_letters else naming
 
 
 def _families() -> dict[str, ModelFamily]:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megalite.common.tables import load_table
+from megalite.config.hybrid_pattern import num_pattern_layers
 
 TABLES = load_table(__file__, "families")
 
@@ -19,6 +20,8 @@ def _expand_preset(kind: str, row: list[Any]) -> dict[str, Any]:
     values = dict(zip(sizes, row, strict=False)) | shared
     for more in row[len(sizes) :]:
         values |= more
+    if "hybrid_layer_pattern" in values:
+        values["num_layers"] = num_pattern_layers(values["hybrid_layer_pattern"])
     values["max_position_embeddings"] = values["seq_length"]
     if values.pop("scaled_embedding", False):
         values["embedding_multiplier"] = values["hidden_size"] ** 0.5

@@ -46,7 +46,7 @@ from megalite.interop.huggingface.model_files import open_model
 from megalite.interop.name_mapping import FAMILIES
 from megalite.interop.tensor_mapping import ExportSource, load_external_weights
 from megalite.models.gpt import Stage
-from megalite.models.specs import model_specs
+from megalite.models.specs import checkpoint_specs, model_specs
 from megalite.nn.embedding import Embedding, vocab_spec
 from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.parameter import ParamFactory, model_shards
@@ -128,6 +128,7 @@ def test_logits_equal_transformers_and_export_is_bit_exact(models, name: str, tm
 
 IN_FP64 = ["llama", "llama linear", "qwen3", "gemma2", "gemma2 of one cap", "gemma3_text", "gemma3_text untied"]
 IN_FP64 += ["qwen3_next", "qwen3_next of one key head", "qwen3_5_text", "qwen3_5_moe_text"]
+IN_FP64 += ["mamba2", "mamba2 of one group", "nemotron_h", "nemotron_h of groups of experts"]
 
 
 @pytest.mark.parametrize("name", IN_FP64)
@@ -141,7 +142,7 @@ def test_logits_equal_transformers_in_fp64(models, name: str) -> None:
     layers, sizes = range(source.model.num_layers), dict(vocab_size=VOCAB_SIZE, padded_vocab_size=VOCAB_SIZE)
     stage = Stage(make_param, source.model, [layers], 0, **sizes).eval()
     shards = model_shards(stage, Mesh.single_process())
-    load_external_weights(source.tensors, shards, model_specs(source.model, VOCAB_SIZE), "it", False)
+    load_external_weights(source.tensors, shards, checkpoint_specs(source.model, VOCAB_SIZE), "it", False)
     batch = Batch(tokens_BS().T, None, None, torch.zeros(2, dtype=torch.int64))
     with torch.no_grad():
         actual = stage(None, batch, ForwardContext())[..., :VOCAB_SIZE].transpose(0, 1)

@@ -114,6 +114,8 @@ def load_in_fp64(model_dir: Path) -> Any:
         model_class = causal_lm_class(config.model_type)
         model = model_class._from_config(config, dtype=torch.float64, attn_implementation="eager")
         state = {name: values.double() for name, values in stack_experts(weights).items()}
+        if config.model_type == "nemotron_h":
+            state = {re.sub(r"^backbone\.", "model.", name): values for name, values in state.items()}
         missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected and all("lm_head" in name for name in missing), (missing, unexpected)  # a tied head
     return model.eval()
@@ -130,7 +132,10 @@ def stack_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             stacked[name] = values
     for name, matrices in experts.items():
         ordered = [matrices[e] for e in sorted(matrices)]
-        stacked[f"{name}.gate_up_proj"] = torch.stack([torch.cat((m["gate"], m["up"])) for m in ordered])
+        if "gate" in ordered[0]:
+            stacked[f"{name}.gate_up_proj"] = torch.stack([torch.cat((m["gate"], m["up"])) for m in ordered])
+        else:
+            stacked[f"{name}.up_proj"] = torch.stack([m["up"] for m in ordered])
         stacked[f"{name}.down_proj"] = torch.stack([m["down"] for m in ordered])
     return stacked
 

@@ -106,7 +106,11 @@ def require_transformers() -> None:
 
 
 def _open_with_transformers(directory: Path) -> Any:
-    """Return the model in fp32. A model_type that is another name of a family is read as that."""
+    """Return the model in fp32, as its published code defines it.
+
+    A model_type that is another name of a family is read as that, with the family's values of keys that transformers
+    uses in another way.
+    """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -120,6 +124,7 @@ def _open_with_transformers(directory: Path) -> Any:
             model_class = getattr(transformers, FAMILIES.get(family).architecture)
         if family != model_type:
             kwargs["config"] = transformers.CONFIG_MAPPING[family].from_dict({**keys, "model_type": family})
+        kwargs |= FAMILIES.get(family).written_keys  # in place of the values in config.json
     return model_class.from_pretrained(
         directory, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, local_files_only=True, **kwargs
     )
@@ -161,7 +166,8 @@ def compare_logits(
             f"transformers cannot open {directory} ({reason}); correct its config.json, or use --check-bits"
         ) from None
     with torch.no_grad():
-        expected = hf_model.eval()(ids_BS).logits[..., :vocab_size].float()
+        # with a cache, transformers fails if no layer has attention
+        expected = hf_model.eval()(ids_BS, use_cache=False).logits[..., :vocab_size].float()
     del hf_model  # two models at once may not fit in memory
     actual = megalite_logits(source, model, ids_BS, vocab_size, use_main_weights)
     return LogitVerdict(

@@ -15,14 +15,15 @@ how these are chosen, and windows, in one of four layouts:
 The defaults are those of the families' classes in transformers 5.
 """
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.common.tables import load_table
-from megalite.config.hybrid_pattern import shown_pattern
+from megalite.config.hybrid_pattern import num_pattern_layers, pattern_of_parts, shown_pattern
 from megalite.config.option import MODEL, option_spec
 from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN, format_layer_pattern
 from megalite.config.options import ModelConfig, build
@@ -47,8 +48,31 @@ _GROUP_METHOD = "topk_method"
 _GROUP_METHODS = {False: "greedy", True: "group_limited_greedy"}  # are there groups -> value of the key
 LINEAR_ATTENTION = "linear_attention"  # a value of layer_types
 _INTERVAL = "full_attention_interval"
+_PATTERN = "hybrid_override_pattern"  # a letter for each layer; layer_types has the kind of each
+# values of layer_types in files of older releases -> those of transformers 5
+_OLDER_KINDS = {"mamba": LINEAR_ATTENTION, "attention": FULL_ATTENTION}
+_EXPAND = "expand"  # channels of all heads of a Mamba-2 mixer / hidden_size
+_TIME_STEP_LIMIT = "time_step_limit"
 _LINEAR_ATTN, _RECURRENT, _ATTENDING = "linear_attn_config", "kda_layers", "full_attn_layers"
 DENSE, SPARSE = "dense", "sparse"  # values of mlp_layer_types
+# the options that only layers with attention read, besides those of rotary positions and of latent attention
+_ATTENTION_OPTIONS = {
+    "num_attention_heads",
+    "kv_channels",
+    "num_query_groups",
+    "softmax_scale",
+    "softmax_type",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "qk_layernorm_over_heads",
+    "qk_norm_epsilon",
+    "window_size",
+    "window_attn_skip_freq",
+    "no_rope_freq",
+    "attn_logit_softcapping",
+    "attention_output_gate",
+    "multi_latent_attention",
+}
 _CONSTANTS = load_table(__file__, "constants")
 ALIASES: Mapping[str, str] = _CONSTANTS["aliases"]  # model_type -> the family with the same model
 
@@ -76,6 +100,10 @@ def read_config(config: Json, seq_length: int | None, source: str) -> tuple[str,
     options: Json = dict(family.fixed_options)
     problems += _read_sizes(config, family, options)
     problems += _read_activation(config, family, options)
+    if family.layer_letters:
+        problems += _read_letters(config, family, options)
+    if family.has_mamba2:
+        problems += _read_mamba2(config, family, options)
     for option, key in family.nullable_keys.items():
         options[option] = config.get(key, family.optional.get(key) or None)
     options["untie_embeddings_and_output_weights"] = not config.get("tie_word_embeddings", family.tied_by_default)
@@ -85,15 +113,19 @@ def read_config(config: Json, seq_length: int | None, source: str) -> tuple[str,
     problems += _read_scales(config, family, options)
     problems += _read_shared_expert(config, family, options)
     problems += _read_expert_groups(config, family, options)
+    if family.layer_letters and "E" not in (options.get("hybrid_layer_pattern") or "E"):
+        options = {name: value for name, value in options.items() if not _is_of_experts(name)}
     problems += _single_expert_problems("num_experts_per_tok", options.get("moe_router_topk"), family)
     if options["position_embedding_type"] == "rope":
         problems += read_rope(config, options, family)
     positions = options["max_position_embeddings"]
     options["seq_length"] = seq_length or positions
-    if isinstance(positions, int) and seq_length is not None and seq_length > positions:
+    if not family.has_attention:  # nothing depends on the number of positions
+        options["max_position_embeddings"] = options["seq_length"]
+    elif isinstance(positions, int) and seq_length is not None and seq_length > positions:
         problems.append(f"seq_length={seq_length} is above the model's {positions} positions")
-    num_layers = options["num_layers"]  # if it is out of range, `build_model_config` refuses it
-    if type(num_layers) is int and 0 < num_layers <= MAX_LAYERS_IN_PATTERN:
+    num_layers = options.get("num_layers")  # if it is out of range, `build_model_config` refuses it
+    if not family.layer_letters and type(num_layers) is int and 0 < num_layers <= MAX_LAYERS_IN_PATTERN:
         for read in (_read_recurrent_layers, _read_window, _read_experts):
             layer_options, layer_problems = read(config, family, num_layers)
             options |= layer_options
@@ -168,13 +200,99 @@ def _read_sizes(config: Json, family: ModelFamily, options: Json) -> list[str]:
             options[option] = 0  # null means none, as in transformers
         if options[option] is None and key != "n_inner":  # null means 4 * hidden_size
             problems.append(f"{key} is missing")
-    if options["ffn_hidden_size"] is None and isinstance(options["hidden_size"], int):
+    if options.get("ffn_hidden_size", 0) is None and isinstance(options["hidden_size"], int):
         options["ffn_hidden_size"] = 4 * options["hidden_size"]
     return problems
 
 
+def _read_letters(config: Json, family: ModelFamily, options: Json) -> list[str]:
+    """Set the pattern of the layers and their number; return the problem, if any."""
+    num_kinds = config.get("num_hidden_layers")
+    if num_kinds is not None and (type(num_kinds) is not int or not 0 < num_kinds <= MAX_LAYERS_IN_PATTERN):
+        return [f"num_hidden_layers={num_kinds!r} is not a number of layers"]
+    if len(family.layer_letters) == 1:
+        if num_kinds is None:
+            return ["num_hidden_layers is missing"]
+        pattern = next(iter(family.layer_letters.values())) * num_kinds
+    else:
+        pattern, problem = _find_pattern(config, family)
+        if problem:
+            return [problem]
+        if num_kinds not in (None, len(pattern)):
+            return [f"num_hidden_layers={num_kinds}, but there are kinds of {len(pattern)} layers"]
+        if len(pattern) > MAX_LAYERS_IN_PATTERN:
+            return [f"there are kinds of {len(pattern)} layers, which is more than any model has"]
+    options["hybrid_layer_pattern"] = pattern
+    options["num_layers"] = num_pattern_layers(pattern)
+    return []
+
+
+def _find_pattern(config: Json, family: ModelFamily) -> tuple[str, str]:
+    """Return (letters, problem) of the layers, given by their kinds or by their letters. Both must agree."""
+    letters = family.layer_letters
+    kinds, pattern = config.get("layer_types"), config.get(_PATTERN)
+    if pattern is not None and not (isinstance(pattern, str) and pattern and set(pattern) <= set(letters.values())):
+        return "", f"{_PATTERN}={_shortened(pattern)} is not a text of {', '.join(letters.values())}"
+    if kinds is None:
+        key = family.spellings.get("layer_types", "layer_types")
+        return pattern or "", "" if pattern else f"{key} is missing, and so is {_PATTERN}"
+    known = [_OLDER_KINDS.get(kind, kind) if isinstance(kind, str) else "" for kind in _as_list(kinds)]
+    if not known or not all(kind in letters for kind in known):
+        return "", f"layer_types={_shortened(kinds)} is not a list of {', '.join(letters)}"
+    text = "".join(letters[kind] for kind in known)
+    if pattern not in (None, text):
+        return "", f"layer_types and {_PATTERN}={_shortened(pattern)} disagree"
+    return text, ""
+
+
+def _as_list(value: Any) -> Sequence[Any]:
+    """Return a list as it is, and anything else as an empty one."""
+    return value if isinstance(value, list) else []
+
+
+def _shortened(value: Any) -> str:
+    """Return a value for a message, a long one shortened."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _is_of_experts(option: str) -> bool:
+    return option == "num_experts" or option.startswith("moe_")
+
+
+def _read_mamba2(config: Json, family: ModelFamily, options: Json) -> list[str]:
+    """Set what a model without attention needs besides its Mamba-2 mixers; return their problems."""
+    problems = []
+    heads, head_dim = options["mamba_num_heads"], options["mamba_head_dim"]
+    if not family.has_attention:  # no layer has these heads, but the options need some that tp divides
+        options |= {"num_attention_heads": heads, "kv_channels": head_dim}
+    if _EXPAND in family.optional:
+        expand, hidden_size = config.get(_EXPAND, family.optional[_EXPAND]), options["hidden_size"]
+        sizes = (expand, hidden_size, heads, head_dim)
+        if all(type(size) is int for size in sizes) and expand * hidden_size != heads * head_dim:
+            sizes_in_file = f"num_heads={heads} x head_dim={head_dim}"
+            problems.append(f"{_EXPAND}={expand} x hidden_size={hidden_size} is not {sizes_in_file}")
+        elif type(expand) is not int:
+            problems.append(f"{_EXPAND}={expand!r} is not an integer")
+    limit = config.get(_TIME_STEP_LIMIT)
+    if limit is not None:
+        low, high = [_as_number(value) for value in _as_list(limit)] if len(_as_list(limit)) == 2 else (None, None)
+        if low is None or high is None or low > 0 or high != math.inf:
+            problems.append(f"{_TIME_STEP_LIMIT}={limit!r} is not [0.0, Infinity]: megalite does not limit time steps")
+    return problems
+
+
+def _as_number(value: Any) -> float | None:
+    """Return a number of a config.json, where transformers 5 writes infinity as a table, or None."""
+    if value == {"__float__": "Infinity"}:
+        return math.inf
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
 def _read_activation(config: Json, family: ModelFamily, options: Json) -> list[str]:
-    """Set `activation`; return a problem if the family has no such activation."""
+    """Set `activation` if the family has an MLP; return a problem if the family has no such activation."""
+    if not family.activations:
+        return []
     activation = config.get(family.activation_key, next(iter(family.activations)))
     options["activation"] = family.activations.get(activation if isinstance(activation, str) else "")
     if options["activation"] is not None:
@@ -188,6 +306,11 @@ def _unsupported_values(config: Json, family: ModelFamily) -> list[str]:
         f"{key}={config[key]!r} is not {' or '.join(map(repr, allowed))}"
         for key, allowed in family.supported_values.items()
         if config.get(key, allowed[0]) not in allowed and not (allowed[0] in (False, 0) and config[key] is None)
+    ]
+    problems += [
+        f"{key}={config[key]!r} is not null, as {family.name} needs"
+        for key in family.null_keys
+        if config.get(key) is not None
     ]
     problems += quantization_problems(config)
     own_keys = family.nullable_keys.values()
@@ -207,6 +330,8 @@ def _read_heads(config: Json, family: ModelFamily, options: Json) -> list[str]:
         if groups is not None and groups != options["num_attention_heads"]:
             options |= {"group_query_attention": True, "num_query_groups": groups}
         options["kv_channels"] = config.get("head_dim", family.optional.get("head_dim") or None)
+        return []
+    if not family.has_attention:
         return []
     head_dim = config.get("head_dim")
     if head_dim is None:
@@ -310,17 +435,9 @@ def incompatibilities(model: ModelConfig, family: ModelFamily) -> list[str]:
 
     The model is written as a config.json and read back, and the differences are the reasons.
     """
-    if any(
-        layer.mlp is None or not (layer.has_attention or layer.mixer == family.recurrent_mixer)
-        for layer in model.layers
-    ):
-        mixers = {layer.mixer for layer in model.layers if layer.is_recurrent} - {family.recurrent_mixer}
-        if mixers and all(layer.mixer and layer.mlp for layer in model.layers):
-            return [f"{family.name} has no layer of {' or '.join(sorted(map(str, mixers)))}"]
-        return [f"{shown_pattern(model.with_pattern().hybrid_layer_pattern or '')} is not attention and MLP in turn"]
-    if not any(layer.has_attention for layer in model.layers):
-        return ["no layer has attention, without which transformers fails"]
-    if model.num_mtp_depths and model.mtp_layers != model.layers[-1:]:
+    if problem := _unwritable_layers(model, family):
+        return [problem]
+    if not family.layer_letters and model.num_mtp_depths and model.mtp_layers != model.layers[-1:]:
         return [f"{shown_pattern(model.hybrid_layer_pattern or '')} has depths unlike the last layer"]
     problems = _unwritable_experts(model, family)
     if problems:
@@ -331,11 +448,12 @@ def incompatibilities(model: ModelConfig, family: ModelFamily) -> list[str]:
         return [f"qk_pos_emb_head_dim=0, but {family.name} fails in transformers without rotated channels"]
     written = write_config(model, family.name, 1, "", {})
     by_common_key, _, _ = _with_common_keys(written, family)
-    if missing := [option for option, key in family.keys.items() if by_common_key[key.split()[0]] is None]:
+    written_keys = _keys_of_model(model, family)
+    if missing := [option for option, key in written_keys.items() if by_common_key[key.split()[0]] is None]:
         return [f"{option}={getattr(model, option)}, but {family.name} always has this option" for option in missing]
     reread = build(read_config(written, None, family.name)[1]).model
     local, external = _functional_options(model), _functional_options(reread)
-    lines = []
+    lines, derived_lines = [], []
     for option, effect in local.items():
         if effect == external.get(option, effect):
             continue
@@ -347,10 +465,45 @@ def incompatibilities(model: ModelConfig, family: ModelFamily) -> list[str]:
             if isinstance(effect, int):
                 value, reread_value = effect, external[option]
             lines.append(f"{option}={value} is not {reread_value}")
-    needs_even_heads = family.even_heads or not (family.supports_gqa or family.has_latent_attention)
+        else:
+            derived_lines.append(f"{option} is {effect}, not {external[option]}")
+    needs_even_heads = family.even_heads or not (
+        family.supports_gqa or family.has_latent_attention or not family.has_attention
+    )
     if needs_even_heads and model.hidden_size % model.num_attention_heads:
         lines.append(f"hidden_size={model.hidden_size} is not a multiple of {model.num_attention_heads} heads")
-    return lines
+    return lines or derived_lines  # options that follow from others differ if these do
+
+
+def _unwritable_layers(model: ModelConfig, family: ModelFamily) -> str:
+    """Return why `family` does not have the kinds of layers of `model`, or ""."""
+    if family.layer_letters:
+        letters = set(family.layer_letters.values())
+        if others := sorted({part for part in model.layer_parts if pattern_of_parts([part]) not in letters}):
+            return f"{family.name} has no layer of {' or '.join(others)}"
+        if model.num_mtp_depths:
+            return f"{family.name} has no depths of multi-token prediction, the model has {model.num_mtp_depths}"
+    elif any(
+        layer.mlp is None or not (layer.has_attention or layer.mixer == family.recurrent_mixer)
+        for layer in model.layers
+    ):
+        mixers = {layer.mixer for layer in model.layers if layer.is_recurrent} - {family.recurrent_mixer}
+        if mixers and all(layer.mixer and layer.mlp for layer in model.layers):
+            return f"{family.name} has no layer of {' or '.join(sorted(map(str, mixers)))}"
+        return f"{shown_pattern(model.with_pattern().hybrid_layer_pattern or '')} is not attention and MLP in turn"
+    if family.has_attention and not any(layer.has_attention for layer in model.layers):
+        return "no layer has attention, without which transformers fails"
+    if _EXPAND in family.optional and model.mamba_heads * model.mamba_head_dim % model.hidden_size:
+        sizes = f"mamba_num_heads={model.mamba_heads} x mamba_head_dim={model.mamba_head_dim}"
+        return f"{sizes} is not a multiple of hidden_size={model.hidden_size}, as {family.name} needs"
+    return ""
+
+
+def _keys_of_model(model: ModelConfig, family: ModelFamily) -> dict[str, str]:
+    """Return {option: keys} of a config.json of `model`, in which a pattern without experts has no keys of experts."""
+    if not family.layer_letters or model.has_experts:
+        return dict(family.keys)
+    return {option: key for option, key in family.keys.items() if not _is_of_experts(option)}
 
 
 def _unwritable_experts(model: ModelConfig, family: ModelFamily) -> list[str]:
@@ -393,6 +546,15 @@ def _functional_options(model: ModelConfig) -> Json:
     }
     if not model.has_dense_ffn:
         irrelevant.add("ffn_hidden_size")
+    layers = [layer for _, layer in model.numbered_layers]
+    if all(layer.mlp is None for layer in layers):
+        irrelevant.add("activation")
+    if not any(layer.has_attention for layer in layers):
+        irrelevant |= _ATTENTION_OPTIONS & effects.keys()
+        if model.position_embedding_type != "learned_absolute":
+            effects["position_embedding_type"] = "none"
+        if all(layer.mlp is None for layer in layers) and model.normalization == "RMSNorm":
+            irrelevant.add("add_bias_linear")  # recurrent layers have no biases
     if model.multi_latent_attention:
         irrelevant.add("kv_channels")
     else:
@@ -434,17 +596,28 @@ def write_config(model: ModelConfig, name: str, vocab_size: int, dtype: str, tok
     family: ModelFamily = FAMILIES.get(name)
     matching_activations = [key for key, local_name in family.activations.items() if local_name == model.activation]
     config: Json = {"architectures": [family.architecture], "model_type": name, "vocab_size": vocab_size}
-    values = {**{option: getattr(model, option) for option in family.keys}, "ffn_hidden_size": model.ffn_size}
+    keys = _keys_of_model(model, family)
+    values = {**{option: getattr(model, option) for option in keys}, "ffn_hidden_size": model.ffn_size}
     values |= {"max_position_embeddings": model.max_positions, "moe_ffn_hidden_size": model.expert_ffn_size}
     values |= {"num_experts": model.num_experts or None, "mtp_num_layers": model.num_mtp_depths}
-    config |= {key.split()[0]: values[option] for option, key in family.keys.items()}
+    values["mamba_num_heads"] = model.mamba_heads
+    config |= {key.split()[0]: values[option] for option, key in keys.items()}
     config |= {key: getattr(model, attribute) for key, attribute in family.derived_keys.items()}
     config |= {key: allowed[0] for key, allowed in family.supported_values.items()}
+    config |= family.written_keys
     config |= {key: getattr(model, option) for option, key in family.nullable_keys.items()}
     if _SCORE_DIVISOR in family.optional:
         config[_SCORE_DIVISOR] = max(1, round(model.attention_scale**-2))
-    config[family.activation_key] = (matching_activations or list(family.activations))[0]
-    config["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
+    if family.activations:
+        config[family.activation_key] = (matching_activations or list(family.activations))[0]
+    if "tie_word_embeddings" not in family.supported_values:
+        config["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
+    if family.layer_letters:
+        config["num_hidden_layers"] = len(model.layer_parts)
+        if len(family.layer_letters) > 1:
+            config[_PATTERN] = pattern_of_parts(model.layer_parts)
+    if _EXPAND in family.optional:
+        config[_EXPAND] = model.mamba_heads * model.mamba_head_dim // model.hidden_size
     config |= write_rope(model, family)
     config |= _write_window(model, family)
     if family.recurrent_mixer:

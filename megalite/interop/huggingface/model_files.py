@@ -27,7 +27,7 @@ from megalite.config.options import ModelConfig
 from megalite.interop import tensor_mapping
 from megalite.interop.huggingface.config_json import Json, read_config, write_config
 from megalite.interop.huggingface.quantization import SCALE_SUFFIX, BlockQuantization, dequantized, read_quantization
-from megalite.interop.name_mapping import FAMILIES, TensorNames
+from megalite.interop.name_mapping import TensorNames, family_names
 from megalite.models.specs import checkpoint_specs
 
 INDEX = "model.safetensors.index.json"
@@ -69,7 +69,7 @@ def open_model(directory: Path, seq_length: int | None = None) -> tensor_mapping
     if type(vocab_size) is not int or not 0 < vocab_size < 1 << 31:
         raise CheckpointError(f"{path}: vocab_size={vocab_size!r} is out of range; it is damaged")
     quantization = read_quantization(config)
-    tensors = _tensors(directory, handles, FAMILIES.get(family), model, vocab_size, quantization)
+    tensors = _tensors(directory, handles, family_names(family, model), model, vocab_size, quantization)
     return tensor_mapping.ExternalModel(
         directory,
         family,
@@ -285,7 +285,7 @@ def write_model(
     """
     specs = checkpoint_specs(model, vocab_size)
     all_mappings = tensor_mapping.build_mappings(
-        FAMILIES.get(family), specs, tensor_mapping.num_groups(model), tensor_mapping.numbers_of_layers(model)
+        family_names(family, model), specs, tensor_mapping.num_groups(model), tensor_mapping.numbers_of_layers(model)
     )
     mappings = [mapping for mapping in all_mappings if mapping.is_written]
     rows = min(source.checkpoint.shape(f"model/{spec.name}")[0] for spec in specs.values() if spec.is_vocab)

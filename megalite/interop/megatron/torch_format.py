@@ -26,7 +26,7 @@ import pickle  # only for its error; torch's restricted loader reads the files
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from megalite.common.text_file import read_small_bytes
 from megalite.config.hybrid_pattern import MLP_LETTERS, num_parts, num_pattern_layers, shown_pattern, without_borders
 from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN, format_layer_pattern, parse_layer_pattern
 from megalite.config.options import ModelConfig, gelu_variant
-from megalite.interop.name_mapping import TensorNames, parse_rules
+from megalite.interop.name_mapping import TensorNames, number_by_letter, parse_rules
 from megalite.interop.tensor_mapping import (
     ExternalModel,
     FileTensor,
@@ -81,7 +81,6 @@ FILES = ("model_optim_rng.pt", "model_rng.pt")
 # errors that the restricted loader was seen to raise for damaged (mutated) files
 READ_ERRORS = (OSError, ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError)
 READ_ERRORS += (RuntimeError, TypeError, ValueError)
-_PART_OF_LAYER = re.compile(r"layers\.\{n\}\.(\w+)\.")
 _RANK_NAME = re.compile(r"mp_rank_(\d{2,}(?:_\d{3,}){0,2})")
 _GROUPED_MLP_MATRIX = re.compile(r".*\.mlp\.experts\.weight[12]")
 
@@ -114,18 +113,7 @@ def tensor_names(model: ModelConfig, is_hybrid: bool) -> TensorNames:
     """Return the names of a GPTModel, or of a HybridModel except those in HYBRID."""
     if not is_hybrid:
         return MEGATRON
-    numbers: dict[tuple[int, str], int] = {}
-    for layer_number, layer in zip(model.layer_numbers, model.layers, strict=True):
-        for part, name in ((layer.mixer, layer.mixer), (layer.mlp, "mlp")):
-            if part is not None:
-                numbers[layer_number, name or ""] = len(numbers)
-
-    def external_layer(param: str, layer: int) -> int:
-        match = _PART_OF_LAYER.match(param)
-        # a layer without this part has no such tensor
-        return layer if match is None else numbers.get((layer, match[1]), layer)
-
-    return replace(MEGATRON, external_layer=external_layer)
+    return number_by_letter(MEGATRON, model)
 
 
 class UnpickledStub:
