@@ -403,6 +403,41 @@ class ModelConfig:
         effective_property="mamba_heads",
         help="Mamba-2: number of heads, a multiple of the groups; default: 2 * --hidden-size / --mamba-head-dim",
     )
+    use_mup: bool = model(
+        False,
+        help=(
+            "maximal update parametrization: initial weights, learning rates, logits and attention scores follow the "
+            "width, so that hyperparameters of a narrow base model are the best ones of a wide model, too"
+        ),
+    )
+    mup_base_hidden_size: int | None = model(
+        None,
+        exclusive_min=0,
+        effective_property="mup_base_width",
+        help="muP: hidden size of the base model, whose hyperparameters these are; default: --hidden-size",
+    )
+    mup_embedding_mult: float = model(1.0, exclusive_min=0, help="muP: factor of the sum of all embeddings")
+    mup_output_mult: float = model(
+        1.0,
+        exclusive_min=0,
+        effective_property="logit_multiplier",
+        help="muP: factor of the logits; default, 1: base hidden size / hidden size",
+    )
+    mup_base_head_dim: float | None = model(
+        None,
+        exclusive_min=0,
+        acts_through="softmax_scale",
+        help=(
+            "muP: attention scores have the factor sqrt(this) / K^power; give the base model's K for its 1 / sqrt(K); "
+            "default: 1"
+        ),
+    )
+    mup_attn_scale_power: float = model(
+        1.0,
+        maximum=(2, "divides scores by more than the square of the head size; use 1"),
+        acts_through="softmax_scale",
+        help="muP: power of the head size K by which attention scores are divided; 0.5: as without muP",
+    )
 
     @property
     def head_size(self) -> int:
@@ -417,12 +452,46 @@ class ModelConfig:
         """
         if self.softmax_scale is not None:
             return self.softmax_scale
-        if not self.multi_latent_attention:
-            return 1.0 / math.sqrt(self.head_size)
         yarn_factor = 1.0
-        if isinstance(self.rope_scaling, Yarn):
+        if self.multi_latent_attention and isinstance(self.rope_scaling, Yarn):
             yarn_factor = 1 + 0.1 * self.mscale_all_dim * math.log(max(self.rotary_scaling_factor, 1.0))
-        return yarn_factor**2 / math.sqrt(self.qk_head_dim + self.qk_pos_emb_head_dim)
+        return self.mup_attention_factor * yarn_factor**2 / math.sqrt(self.qk_channels)
+
+    @property
+    def qk_channels(self) -> int:
+        """The number of channels of a query and key head."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim if self.multi_latent_attention else self.head_size
+
+    @property
+    def width_mult(self) -> float:
+        """The hidden size over that of muP's base model (width_scaling.py); 1 without muP."""
+        assert self.hidden_size
+        return self.hidden_size / (self.mup_base_width or self.hidden_size)
+
+    @property
+    def mup_base_width(self) -> int | None:
+        """The hidden size of muP's base model; None without muP."""
+        return (self.mup_base_hidden_size or self.hidden_size) if self.use_mup else None
+
+    @property
+    def embedding_sum_multiplier(self) -> float:
+        """The factor of the sum of all embeddings: muP's; 1 without it."""
+        return self.mup_embedding_mult if self.use_mup else 1.0
+
+    @property
+    def logit_multiplier(self) -> float:
+        """The factor of the logits: muP's, by default 1/m; 1 without it."""
+        if not self.use_mup:
+            return 1.0
+        return self.mup_output_mult if self.mup_output_mult != 1 else 1.0 / self.width_mult
+
+    @property
+    def mup_attention_factor(self) -> float:
+        """The factor that muP adds to the usual scale of attention scores; 1 without it."""
+        if not self.use_mup or self.softmax_scale is not None:
+            return 1.0
+        base_head_dim = 1.0 if self.mup_base_head_dim is None else self.mup_base_head_dim
+        return math.sqrt(base_head_dim / self.qk_channels) * self.qk_channels ** (1 - self.mup_attn_scale_power)
 
     @property
     def num_kv_groups(self) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megalite.config.option import execution, operational, training
 from megalite.config.registry import REGISTRIES
+from megalite.config.width_scaling import lr_multipliers
 
 KERNELS = ("auto", "triton", "torch")
 ATTENTION_KERNELS = ("auto", "cudnn", "flash", "triton", "blocked", "torch")
@@ -418,10 +420,17 @@ class OptimConfig:
     def is_muon(self) -> bool:
         return self.optimizer in ("muon", "dist_muon")
 
-    @property
-    def separate_buckets(self) -> dict[str, bool]:
-        """Reasons for separate buckets, and True for those that apply (optim/zero/layout.py: build_layout)."""
-        return {"decoupled_lr": self.decoupled_lr is not None, "matrices": self.is_muon}
+    def separate_buckets(self, width_mult: float) -> dict[str, Any]:
+        """Return the reasons for separate buckets (optim/zero/layout.py: build_layout).
+
+        Args:
+            width_mult: the width of the model over that of muP's base model.
+        """
+        return {
+            "decoupled_lr": self.decoupled_lr is not None,
+            "matrices": self.is_muon,
+            "lr_multipliers": lr_multipliers(self.optimizer, width_mult),
+        }
 
     @property
     def needs_full_tensors(self) -> bool:

@@ -196,6 +196,7 @@ class LMHead(nn.Module):
 
     tied_weight  the word embedding if it is tied and on this stage, or None
     z_loss       coefficient of the z-loss
+    multiplier   factor of the logits
     softcap      bound of the logits; None: no bound
     mtp_weight   weight of the loss of each depth of multi-token prediction
     """
@@ -213,6 +214,7 @@ class LMHead(nn.Module):
         self.tp = make_param.mesh.tp
         self.vocab_size = spec.stored_shape[0]
         self.z_loss = z_loss
+        self.multiplier = model.logit_multiplier
         self.softcap = model.final_logit_softcapping
         self.mtp_weight = model.mtp_loss_scaling_factor / max(1, model.num_mtp_depths)
         self.weight = tied_weight if tied_weight is not None else make_param(spec)
@@ -232,6 +234,9 @@ class LMHead(nn.Module):
             depths: the hidden states of each depth of multi-token prediction. Their losses are added with their weight,
                 without a z-loss.
         """
+        if self.multiplier != 1:  # hidden states are fewer than logits
+            h_sBD = h_sBD * self.multiplier
+            depths = [depth_sBD * self.multiplier for depth_sBD in depths]
         if batch.labels_SB is None:
             return soft_cap(column_parallel_linear(h_sBD, [self.weight], self.tp)[0], self.softcap)
         if ctx.request_sums is not None:
@@ -289,6 +294,7 @@ class Stage(nn.Module):
         self.run_unit: RunUnit = call_unit  # or BucketSync.run_unit, with sharded weights (optim/zero/sync.py)
         # or an ActivationOffload (nn/activation_offload.py)
         self.offload: Callable[..., RunUnit] = lambda run_unit, *_: run_unit
+        make_param = make_param.for_width(model.width_mult)
         mesh = make_param.mesh
         numbers = model.layer_numbers if layers is None else range(len(layers))
         layers = model.layers if layers is None else layers

@@ -57,7 +57,7 @@ def embedding_lookup(index_SB: Tensor, weight_vD: Tensor) -> Tensor:
 
 
 class Embedding(nn.Module):
-    """Word embedding times a multiplier, learned positions if the model has them, and dropout."""
+    """Word embedding times a multiplier, learned positions if the model has them, muP's multiplier, and dropout."""
 
     def __init__(self, make_param: ParamFactory, spec: ParamSpec, model: ModelConfig):
         super().__init__()
@@ -68,6 +68,7 @@ class Embedding(nn.Module):
         self.word = make_param(spec)
         # rounded to the dtype of the weights, as in transformers
         self.multiplier = float(torch.tensor(model.embedding_multiplier, dtype=make_param.dtype))
+        self.sum_multiplier = model.embedding_sum_multiplier
         self.position = None
         if model.position_embedding_type == "learned_absolute":
             shape = model.max_positions, model.hidden_size
@@ -107,6 +108,8 @@ class Embedding(nn.Module):
                 x_sBD = x_sBD + self.position[shard].unsqueeze(1)
             else:
                 x_sBD = x_sBD + embedding_lookup(positions_SB[shard], self.position)
+        if self.sum_multiplier != 1:
+            x_sBD = x_sBD * self.sum_multiplier
         if self.dropout_p and self.training:
             key = fold_in(self.seed, ctx.step, -1 - mtp_depth, RNG_SITE_EMBEDDING)
             positions = batch.token_positions(tp, x_sBD.shape[0])

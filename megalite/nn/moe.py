@@ -168,9 +168,10 @@ class MoELayer(nn.Module):
         if (size := model.moe_shared_expert_intermediate_size) is not None:
             self.shared_expert = MLP(make_param, f"{name}.shared", model, size, bias=False)
         if model.moe_shared_expert_gate:
-            self.shared_gate = make_param(
-                ParamSpec(f"{name}.shared_gate", (D,), partial_grad_axes=("tp",), init=Normal(std))
+            shared_gate = ParamSpec(
+                f"{name}.shared_gate", (D,), partial_grad_axes=("tp",), init=Normal(std), width_role="output"
             )
+            self.shared_gate = make_param(shared_gate)
 
     def extra_repr(self) -> str:
         return shapes(self)

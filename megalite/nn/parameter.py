@@ -28,6 +28,7 @@ class ParamFactory:
     meta         parameters have no memory, for plans and dry runs
     deferred     a parameter has no memory yet; `write_initial_values` writes its values into their final place
     unit         the part of the model that uses the parameters at the same time: "embedding", "layers.17", "head"
+    width_mult   the width of the model over that of muP's base model
     """
 
     mesh: Mesh
@@ -36,10 +37,15 @@ class ParamFactory:
     meta: bool = False
     deferred: bool = False
     unit: str = ""
+    width_mult: float = 1.0
 
     def for_unit(self, unit: str) -> "ParamFactory":
         """Return a factory for the parameters of `unit`."""
         return replace(self, unit=unit)
+
+    def for_width(self, width_mult: float) -> "ParamFactory":
+        """Return a factory for a model that is `width_mult` times as wide as muP's base model."""
+        return replace(self, width_mult=width_mult)
 
     def dtype_of(self, spec: ParamSpec) -> torch.dtype:
         """Return the dtype of the weights of a parameter."""
@@ -47,6 +53,7 @@ class ParamFactory:
 
     def __call__(self, spec: ParamSpec) -> nn.Parameter:
         """Return this rank's shard of the parameter, initialized unless it is deferred."""
+        spec = spec.for_width(self.width_mult)
         device = "meta" if self.meta else self.mesh.device
         shape = spec.local_shape(self.mesh.sizes)
         dtype = self.dtype_of(spec)

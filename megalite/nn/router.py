@@ -143,9 +143,14 @@ class Router(nn.Module):
         self.loss_coeffs = model.router_loss_coeffs
         E = self.num_experts
         device = torch.device("meta") if make_param.meta else make_param.mesh.device
-        self.weight = make_param(
-            ParamSpec(name, (E, model.hidden_size), partial_grad_axes=("tp",), init=Normal(model.init_method_std))
+        weight = ParamSpec(
+            name,
+            (E, model.hidden_size),
+            partial_grad_axes=("tp",),
+            init=Normal(model.init_method_std),
+            width_role="output",
         )
+        self.weight = make_param(weight)
         logit_bias = ParamSpec(
             f"{name}.logit_bias", (E,), partial_grad_axes=("tp",), init=Constant(0.0), weight_decay=False
         )

@@ -69,14 +69,17 @@ class OptimizerBucket:
         return self.params.dtype != self.main.dtype
 
     def update(self, *, lr: float, decoupled_lr: float, weight_decay: float, step: int, scale: float) -> ParamUpdate:
-        """Return the arguments of an update (DistributedOptimizer.step)."""
+        """Return the arguments of an update (DistributedOptimizer.step).
+
+        MuP's factor of the learning rate does not change what weight decay subtracts, the product of both.
+        """
         key = self.layout.key
         return ParamUpdate(
             param=self.main,
             grad=self.grads.owned_sums,
             state=self.state,
-            lr=decoupled_lr if key.decoupled_lr else lr,
-            weight_decay=weight_decay if key.weight_decay else 0.0,
+            lr=(decoupled_lr if key.decoupled_lr else lr) * key.lr_multiplier,
+            weight_decay=weight_decay / key.lr_multiplier if key.weight_decay else 0.0,
             step=step,
             scale=scale,
             model_param=self.params.owned if self.copies_main else None,

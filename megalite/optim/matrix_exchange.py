@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from megalite.config.width_scaling import WidthRole
 from megalite.optim.zero.layout import BucketKey, BucketLayout, BufferLayout, ParamSlot
 from megalite.optim.zero.sharding import BucketSharding
 from megalite.parallel.mesh import stage_coordinates
@@ -117,6 +118,11 @@ def _matrix_stacks(layout: BufferLayout) -> list[_MatrixStack]:
 def matrix_shapes(layout: BufferLayout) -> list[MatrixShape]:
     """Return the full shapes of all matrices of a stage, by index."""
     return [MatrixShape(*stack.spec.shape[-2:]) for stack in _matrix_stacks(layout) for _ in stack.matrix_ids]
+
+
+def matrix_width_roles(layout: BufferLayout) -> list[WidthRole]:
+    """Return the roles for muP of all matrices of a stage, by index."""
+    return [stack.spec.effective_width_role for stack in _matrix_stacks(layout) for _ in stack.matrix_ids]
 
 
 def group_matrices(matrices: Sequence[MatrixShape], num_ranks: int) -> list[range]:

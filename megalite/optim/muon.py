@@ -10,20 +10,24 @@ sent to it, and results back (matrix_exchange.py), in the precision of the matmu
 Emerging-Optimizers, where gate and up are one matrix. The state is one momentum.
 
 Scales of an [m, n] matrix: spectral sqrt(max(m, n)), shape_scaling sqrt(max(1, m / n)), unit_rms_norm sqrt(m / n).
+
+MuP wants updates whose spectral norm is proportional to sqrt(m / n) at every width (arXiv:2310.17813, condition 1). So
+unit_rms_norm is muP's rate already, and with the other scales `Muon.width_factor` adds what they lack.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from megalite.config.run_options import OptimConfig
+from megalite.config.width_scaling import WidthRole
 from megalite.kernels.newton_schulz import CoefficientType, coefficients, newton_schulz
-from megalite.optim.matrix_exchange import GroupExchange, MatrixShape, MatrixShard, build_exchanges
+from megalite.optim.matrix_exchange import GroupExchange, MatrixShape, MatrixShard, build_exchanges, matrix_width_roles
 from megalite.optim.update_rule import Finalizer, ParamUpdate
 from megalite.optim.zero.layout import BufferLayout
 from megalite.optim.zero.param_bucket import ParamBucket
@@ -31,7 +35,7 @@ from megalite.parallel.comm import Pending, start_all_to_all
 from megalite.parallel.mesh import Mesh
 
 BATCH_NUMEL = 1 << 26  # elements in one Newton-Schulz batch: a matrix of 8,192 x 8,192, or many small ones
-SCALES: dict[str, Callable[[int, int], float]] = {
+SCALES: dict[str, Callable[[float, float], float]] = {
     "spectral": lambda m, n: math.sqrt(max(m, n)),
     "shape_scaling": lambda m, n: math.sqrt(max(1.0, m / n)),
     "unit_rms_norm": lambda m, n: math.sqrt(m / n),
@@ -40,7 +44,11 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 
 @dataclass(frozen=True)
 class Muon:
-    """Muon; `in_bf16` uses bf16 for the matmuls and the exchange if the main weights are in fp32."""
+    """Muon.
+
+    in_bf16     use bf16 for the matmuls and the exchange if the main weights are in fp32
+    width_mult  the width of the model over that of muP's base model
+    """
 
     momentum: float = 0.95
     nesterov: bool = False
@@ -49,6 +57,7 @@ class Muon:
     scale_mode: str = "spectral"
     extra_scale: float = 1.0
     in_bf16: bool = True
+    width_mult: float = 1.0
 
     @classmethod
     def from_config(cls, config: OptimConfig) -> "Muon":
@@ -62,6 +71,26 @@ class Muon:
             extra_scale=config.muon_extra_scale_factor,
             in_bf16=config.muon_fp32_matmul_prec == "medium",
         )
+
+    def for_width(self, width_mult: float) -> "Muon":
+        """Return the rule for a model that is `width_mult` times as wide as muP's base model."""
+        return replace(self, width_mult=width_mult)
+
+    def width_factor(self, rows: int, columns: int, role: WidthRole) -> float:
+        """Return the factor with which updates of a matrix have muP's norm, relative to the matrix of the base model.
+
+        Args:
+            rows: output channels.
+            columns: input channels.
+            role: the sides that grow with the width (config/width_scaling.py).
+        """
+        if self.width_mult == 1:
+            return 1.0
+        base_rows = rows if role == "output" else rows / self.width_mult
+        base_columns = columns if role == "input" else columns / self.width_mult
+        scale, mup_scale = SCALES[self.scale_mode], SCALES["unit_rms_norm"]
+        growth = scale(rows, columns) / scale(base_rows, base_columns)
+        return mup_scale(rows, columns) / mup_scale(base_rows, base_columns) / growth
 
     @property
     def state_dtypes(self) -> dict[str, torch.dtype | None]:
@@ -93,6 +122,10 @@ class _DistributedNewtonSchulz:
         self.update_index = {bucket.layout.index: i for i, bucket in enumerate(buckets)}  # bucket -> index in updates
         shardings = {bucket.layout.key: bucket.sharding for bucket in buckets}
         self.matrices, self.groups = build_exchanges(layout, shardings, mesh.sizes, self.axis.rank)
+        self.scales = [
+            rule.extra_scale * SCALES[rule.scale_mode](*shape) * rule.width_factor(*shape, role)
+            for shape, role in zip(self.matrices, matrix_width_roles(layout), strict=True)
+        ]
 
     @torch.no_grad()
     def finalize(self, updates: Sequence[ParamUpdate]) -> None:
@@ -150,8 +183,8 @@ class _DistributedNewtonSchulz:
         flat = results.wait()
         offset = 0
         for shard in itertools.chain.from_iterable(group.receive_back):
-            scale = self.rule.extra_scale * SCALES[self.rule.scale_mode](*self.matrices[shard.matrix])
-            self._grad_of(shard, updates).copy_(flat[offset : offset + shard.box.numel]).mul_(scale)
+            result = flat[offset : offset + shard.box.numel]
+            self._grad_of(shard, updates).copy_(result).mul_(self.scales[shard.matrix])
             offset += shard.box.numel
 
 

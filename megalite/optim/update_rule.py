@@ -4,8 +4,8 @@ Rules that need full tensors have a second half, in which ranks communicate (opt
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -83,15 +83,23 @@ class WholeTensorRule(UpdateRule, Protocol):
         ...
 
 
-def build_rules(config: OptimConfig) -> tuple[UpdateRule, UpdateRule | None]:
+def build_rules(config: OptimConfig, width_mult: float = 1.0) -> tuple[UpdateRule, UpdateRule | None]:
     """Return the update rule of the optimizer, and the rule for matrices if it has a separate one (Muon), else None.
 
-    Raises ValueError if a plugin's optimizer is not an UpdateRule.
+    Args:
+        config: the options of the optimizer.
+        width_mult: the width of the model over that of muP's base model. Gradients shrink by it, and so does Adam's
+            epsilon (arXiv:2203.03466, appendix B.3).
+
+    Raises:
+        ValueError: if a plugin's optimizer is not an UpdateRule.
     """
+    config = replace(config, adam_eps=config.adam_eps / width_mult)
     rule: UpdateRule = REGISTRIES["optimizer"].get(config.optimizer).from_config(config)
     if not isinstance(getattr(rule, "state_dtypes", None), Mapping):
         text = f"from_config(options) gives {rule!r}, whose state_dtypes is not a dict; return a rule like"
         raise ValueError(f"optimizer={config.optimizer!r}: {text} megalite.optim.update_rule: UpdateRule")
     if config.is_muon:
-        return REGISTRIES["optimizer"].get("adam").from_config(config), rule
+        muon: Any = rule
+        return REGISTRIES["optimizer"].get("adam").from_config(config), muon.for_width(width_mult)
     return rule, None

@@ -7,8 +7,10 @@ import torch.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
+
+from megalite.config.width_scaling import INIT_POWERS, WidthRole
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ class ParamSpec:
             steps are smaller than bf16 resolves.
         is_filter: True for a filter of each channel, like the taps of a convolution: no row meets another channel, so
             it is not the matrix of a product.
+        width_role: which sides of its product grow with the width of the model, for muP (config/width_scaling.py).
+            None: "hidden" for a matrix, otherwise "input".
     """
 
     name: str
@@ -119,6 +123,7 @@ class ParamSpec:
     stored_offset: float = 0.0
     keep_fp32: bool = False
     is_filter: bool = False
+    width_role: WidthRole | None = None
 
     @property
     def is_2d(self) -> bool:
@@ -139,6 +144,23 @@ class ParamSpec:
     def is_matrix(self) -> bool:
         """True if its last two dims are the matrix of a product and all others count matrices; not embeddings, head."""
         return self.is_2d and not (self.is_vocab or self.is_lookup or self.is_filter)
+
+    @property
+    def effective_width_role(self) -> WidthRole:
+        """The role of the parameter for muP."""
+        if self.width_role is not None:
+            return self.width_role
+        return "hidden" if self.is_matrix else "input"
+
+    def for_width(self, width_mult: float) -> "ParamSpec":
+        """Return the spec with the initial weights of muP, for a model that is `width_mult` times as wide as its base.
+
+        Only normal distributions are scaled.
+        """
+        power = INIT_POWERS[self.effective_width_role]
+        if width_mult == 1 or not power or not isinstance(self.init, Normal):
+            return self
+        return replace(self, init=Normal(self.init.std * width_mult**power))
 
     @property
     def stored_name(self) -> str:

@@ -136,7 +136,11 @@ class ModelStateBytes:
         """
         optim, parallel = config.optim, config.parallel
         _, layout = chunk_layout(
-            chunks, mesh, parallel.ddp_bucket_size, by_unit=parallel.effective_zero_stage > 1, **optim.separate_buckets
+            chunks,
+            mesh,
+            parallel.ddp_bucket_size,
+            by_unit=parallel.effective_zero_stage > 1,
+            **optim.separate_buckets(config.model.width_mult),
         )
         counts_by_view = ShardCounts.from_config(parallel, mesh)
         num_offloaded = len(offloaded_buckets(layout, optim.offload_fraction))

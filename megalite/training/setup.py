@@ -93,7 +93,7 @@ def build_update_rules(config: Config) -> tuple[UpdateRule, UpdateRule | None]:
         return SGD(momentum=0.0), None  # it has no optimizer state
     if config.optim.optimizer_impl == "apex" and not ApexAdamW.available():
         raise SetupError("optimizer_impl=apex needs apex's CUDA extension amp_C on a CUDA device; use auto")
-    return build_rules(config.optim)
+    return build_rules(config.optim, config.model.width_mult)
 
 
 def build_loss_scaler(config: Config) -> LossScaler:
@@ -223,7 +223,7 @@ def _build_pipeline(
                 parallel.outer_dp_sharding_strategy == "optim",
                 parallel.param_cpu_offload,
             ),
-            **config.optim.separate_buckets,
+            **config.optim.separate_buckets(config.model.width_mult),
         )
     options: dict[str, Any] = dict(
         schedule=parallel.pipeline_schedule,

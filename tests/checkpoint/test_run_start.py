@@ -257,6 +257,7 @@ OTHERS: dict[str, Any] = {
     "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "q_lora_rank": 8, "rope_type": "yarn",
     "mtp_num_layers": 1, "qk_norm_epsilon": 1e-6, "moe_router_group_score_topk": 2,
     "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "4", "mamba_num_heads": 4,
+    "mup_base_hidden_size": 16, "mup_base_head_dim": 4.0,
 }  # fmt: skip
 
 
@@ -272,7 +273,7 @@ def other_value(name: str) -> Any:
 
 # other options decide these, or they do not affect the weights
 WITHOUT_EFFECT = ("bias_gelu_fusion", "openai_gelu", "add_position_embedding", "quick_geglu", "glu_linear_offset")
-WITHOUT_EFFECT += ("activation_func_clamp_value", "enable_gpt_oss")
+WITHOUT_EFFECT += ("activation_func_clamp_value", "enable_gpt_oss", "mup_attn_scale_power")
 CHECKPOINT_MODEL = ModelConfig(**{name: other_value(name) for name in FIELDS})
 SOURCES = ("flags", "file", "Python", "Python in underscores")
 

@@ -29,6 +29,8 @@ REQUIRED_OPTIONS = {
     "qk_norm_epsilon": {"qk_layernorm": True},
     "moe_router_group_score_topk": {"num_experts": 4, "moe_router_num_groups": 2, "moe_router_group_topk": 2},
     "micro_batch_size": {"global_batch_size": None},
+    "mup_base_hidden_size": {"use_mup": True},
+    "mup_output_mult": {"use_mup": True},
 }
 OTHER: dict[str, Any] = {
     "no_rope_freq": "2",

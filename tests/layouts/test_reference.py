@@ -107,6 +107,14 @@ RATES_APART: dict[str, Any] = {
     "learning_rates": tuple(LR * (1 - step / STEPS) for step in range(STEPS)),
     "vocab_learning_rates": tuple(0.03 - 0.01 * step / STEPS for step in range(STEPS)),
 }
+# a width of 4 times, 8/3 times and half that of the base model
+WIDE, WIDER, NARROW = (f"--use-mup --mup-base-hidden-size {base}" for base in (8, 12, 64))
+WIDE_FACTS: dict[str, Any] = {"softmax_scale": 1 / 8, "logit_multiplier": 1 / 4}
+WIDER_FACTS: dict[str, Any] = {"softmax_scale": 6**0.5 / 8, "logit_multiplier": 0.7, "embedding_sum_multiplier": 1.5}
+WIDE_ADAM = replace(PLAIN, matrix_rate=1 / 4, eps=1e-3 / 4, weight_decay=0.5)
+WIDER_ADAM = replace(PLAIN, matrix_rate=3 / 8, eps=1e-3 * 3 / 8)
+WIDE_SGD = replace(PLAIN, momentum=0.9, other_rate=4.0, weight_decay=0.3)
+NARROW_ADAM = replace(PLAIN, matrix_rate=2.0, eps=2e-3)
 QK_DECAY = "--weight-decay 5 --apply-wd-to-qk-layernorm"
 
 
@@ -229,6 +237,39 @@ ROWS = [
         QWEN,
         replace(PLAIN, weight_decay=5.0, qk_norms_decay=True),
     ),
+    Row("muP", f"{WIDE} --weight-decay 0.5", replace(GPT, **WIDE_FACTS), WIDE_ADAM),
+    Row(
+        "muP, untied, with multipliers",
+        f"{LLAMA_FLAGS} {WIDER} --mup-base-head-dim 6 --mup-output-mult 0.7 --mup-embedding-mult 1.5",
+        replace(LLAMA, **WIDER_FACTS),
+        WIDER_ADAM,
+    ),
+    Row(
+        "muP, dropout",
+        f"{WIDER} --mup-base-head-dim 6 --mup-output-mult 0.7 --mup-embedding-mult 1.5 --hidden-dropout 0.2",
+        replace(GPT, **WIDER_FACTS),
+        WIDER_ADAM,
+        dropout=(0.2, 0.0),
+    ),
+    Row(
+        "muP, narrower than its base, another power",
+        f"{QWEN_FLAGS} {NARROW} --mup-attn-scale-power 0.75",
+        replace(QWEN, softmax_scale=8**-0.75, logit_multiplier=2.0),
+        NARROW_ADAM,
+    ),
+    Row(
+        "muP with a scale of the scores",
+        f"{WIDE} --softmax-scale 0.7",
+        replace(GPT, softmax_scale=0.7, logit_multiplier=1 / 4),
+        replace(WIDE_ADAM, weight_decay=0.01),
+    ),
+    Row("muP, sgd", f"{WIDE} --optimizer sgd --weight-decay 0.3", replace(GPT, **WIDE_FACTS), WIDE_SGD),
+    Row(
+        "muP, a rate of embedding and head",
+        f"{WIDE} --optimizer sgd --weight-decay 0.3 --decoupled-lr 0.03",
+        replace(GPT, **WIDE_FACTS),
+        replace(WIDE_SGD, vocab_learning_rates=(0.03,) * STEPS),
+    ),
     wsd("linear", lambda r: 1 - r),
     wsd("exponential", lambda r: 2 * 0.5**r - 1),
     wsd("cosine", lambda r: (1 + math.cos(math.pi * r)) / 2),
@@ -335,6 +376,9 @@ CHANGED_FACTS: list[tuple[str, str, Any]] = [
     ],
     ("multiplied embedding", "model.embedding_multiplier", 1.0),
     ("scale of the scores", "model.softmax_scale", None),
+    *[("muP", f"model.{fact}", value) for fact, value in (("softmax_scale", None), ("logit_multiplier", 1.0))],
+    *[("muP", "training.matrix_rate", 1.0), ("muP, sgd", "training.other_rate", 1.0)],
+    ("muP, dropout", "model.embedding_sum_multiplier", 1.0),
     ("geglu", "model.activation", "swiglu"),
     ("interpolated positions", "model.rotary.interpolation", 1.0),
     ("interleaved", "model.rotary.interleaved", False),

@@ -98,6 +98,8 @@ class Model:
         sandwich_norm: norms of the outputs of attention and feed-forward, before they are added.
         embedding_multiplier: the factor of the word embedding where a token is looked up.
         softmax_scale: the factor of attention scores; None for 1 / sqrt(head_size).
+        embedding_sum_multiplier, logit_multiplier: the factors of the sum of all embeddings, and of the logits, in the
+            maximal update parametrization (arXiv:2203.03466).
         windows: for each layer, the number of keys that a query sees, its own included, or None for all; () for none.
         local_rotary: the rotary positions of layers with a window, if they are others.
     """
@@ -126,6 +128,8 @@ class Model:
     sandwich_norm: bool = False
     embedding_multiplier: float = 1.0
     softmax_scale: float | None = None
+    embedding_sum_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
     windows: tuple[int | None, ...] = ()
     local_rotary: Rotary | None = None
 
@@ -152,6 +156,8 @@ class Training:
         learning_rates: the learning rate of each step.
         vocab_learning_rates: the learning rate of embedding and head in each step, if it is a different one.
         weight_decays: the weight decay of each step, instead of `weight_decay`.
+        matrix_rate, other_rate: the factors of the learning rates of the matrices of layers and of all other parameters
+            in the maximal update parametrization; not of `vocab_learning_rates`. Weight decay does not have them.
         qk_norms_decay: True if the norms of query and key have weight decay, too.
         max_grad_norm: the maximum gradient norm; 0 does not clip.
         momentum: the momentum of SGD; None for AdamW.
@@ -159,6 +165,8 @@ class Training:
 
     learning_rates: tuple[float, ...]
     vocab_learning_rates: tuple[float, ...] | None = None
+    matrix_rate: float = 1.0
+    other_rate: float = 1.0
     weight_decay: float = 0.01
     weight_decays: tuple[float, ...] | None = None
     qk_norms_decay: bool = False
@@ -323,6 +331,7 @@ def logits(
     x = w["embedding.word"][tokens_BS] * m.embedding_multiplier
     if m.learned_positions:
         x = x + w["embedding.position"][position_BS]
+    x = x * m.embedding_sum_multiplier
     x = dropout("embedding", -1, x)
     for i in range(m.num_layers):
         a, f = f"layers.{i}.attention", f"layers.{i}.mlp"
@@ -334,7 +343,7 @@ def logits(
         y = normalize(w, f"{f}.post_norm", y, m) if m.sandwich_norm else y
         x = x + dropout("after_mlp", i, y)
     head = w["embedding.word"] if m.tie_embeddings else w["head"]
-    return bound(normalize(w, "final_norm", x, m) @ head[: m.vocab_size].T, m.logit_cap)
+    return bound(normalize(w, "final_norm", x, m) @ head[: m.vocab_size].T * m.logit_multiplier, m.logit_cap)
 
 
 def loss_of(
@@ -366,14 +375,20 @@ def train(
         optimizer = torch.optim.SGD(groups, momentum=training.momentum)
     losses, grad_norms = [], []
     dropouts = dropouts or [no_dropout] * len(batches)
-    vocab_learning_rates = training.vocab_learning_rates or training.learning_rates
+    vocab_learning_rates = training.vocab_learning_rates or [
+        rate * training.other_rate for rate in training.learning_rates
+    ]
     steps = zip(batches, training.learning_rates, vocab_learning_rates, decays, dropouts, strict=True)
     for tokens, rate, vocab_learning_rate, decay, dropout in steps:
         for group in optimizer.param_groups:
             name = group["name"]
             has_decay = is_matrix(name) or (training.qk_norms_decay and (".q_norm." in name or ".k_norm." in name))
-            group["lr"] = vocab_learning_rate if name in ("embedding.word", "head") else rate
-            group["weight_decay"] = decay if has_decay else 0.0
+            factor = training.matrix_rate if name.startswith("layers.") and is_matrix(name) else training.other_rate
+            group["lr"] = rate * factor
+            if name in ("embedding.word", "head"):
+                group["lr"] = vocab_learning_rate
+                factor = 1.0 if training.vocab_learning_rates else training.other_rate
+            group["weight_decay"] = decay / factor if has_decay else 0.0
         optimizer.zero_grad()
         loss = loss_of(w, tokens, m, documents, dropout)
         loss.backward()

@@ -246,6 +246,22 @@ def optimizer_notes(config: Config) -> Iterator[Problem]:
             yield no_effect(shown(config, name), without="optimizer_cpu_offload")
 
 
+def mup_notes(config: Config) -> Iterator[Problem]:
+    model = config.model
+    scale_options = ("mup_base_head_dim", "mup_attn_scale_power")
+    if not model.use_mup:
+        for name in options_set(
+            config, "mup_base_hidden_size", "mup_embedding_mult", "mup_output_mult", *scale_options
+        ):
+            yield no_effect(shown(config, name), without="use_mup")
+    elif model.softmax_scale is not None:
+        for name in options_set(config, *scale_options):
+            yield Problem(
+                f"{shown(config, name)} has no effect with softmax_scale={model.softmax_scale}, which is used as it is",
+                options=(name, "use_mup", "softmax_scale"),
+            )
+
+
 def training_notes(config: Config) -> Iterator[Problem]:
     train = config.train
     if is_set(config, "min_offloaded_tensor_size") and not train.cpu_offloading_num_layers:

@@ -39,6 +39,9 @@ SCALE_RANGES = {
     "final_logit_softcapping": (0.01, 1e4),
     "softmax_scale": (1e-4, 1e4),
     "embedding_multiplier": (1e-4, 1e4),
+    "mup_embedding_mult": (1e-4, 1e4),
+    "mup_output_mult": (1e-4, 1e4),
+    "mup_base_head_dim": (1e-4, 1e4),
 }
 
 

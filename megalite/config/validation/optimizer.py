@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from megalite.config.options import Config
 from megalite.config.problems import Problem, exclusive, is_above, options_set, requires, shown, value_of
+from megalite.config.width_scaling import LR_POWERS
 
 
 def learning_rate_problems(config: Config) -> Iterator[Problem]:
@@ -96,6 +97,16 @@ def optimizer_problems(config: Config) -> Iterator[Problem]:
             f"muon_num_ns_steps={optim.muon_num_ns_steps} is not a multiple of quintic's 5; use 5, or "
             "--muon-coefficient-type simple",
             options=("muon_num_ns_steps", "muon_coefficient_type", "optimizer"),
+        )
+
+
+def mup_problems(config: Config) -> Iterator[Problem]:
+    """Yield the problem of an optimizer whose rates muP has no rule for: LAMB, LARS and those of plugins."""
+    if config.model.use_mup and config.optim.optimizer not in LR_POWERS:
+        yield Problem(
+            f"use_mup=True with optimizer={config.optim.optimizer}, for which there is no rule of rates by width; use "
+            "adam, sgd or muon",
+            options=("use_mup", "optimizer"),
         )
 
 

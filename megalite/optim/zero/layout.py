@@ -6,8 +6,8 @@
 Parameters are placed in reverse order of use, the order in which their gradients become ready, and split into buckets
 of about `bucket_size` elements that never span model chunks. Parameters that are reduced, counted or decayed in another
 way, or have another dtype, get separate buckets (partial gradients, tied embeddings, experts, no weight decay, a
-decoupled learning rate, fp32 weights in a bf16 model). So each of these is one collective or one update of a full
-bucket, and no later code needs to know what a parameter is.
+decoupled learning rate, muP's factor of the rate, fp32 weights in a bf16 model). So each of these is one collective or
+one update of a full bucket, and no later code needs to know what a parameter is.
 
 If gradients or weights are resharded (ZeRO-2 and 3), the matrices of each unit of the model (a block) are one bucket,
 since they are used together. Norms and biases stay in resident buckets; they take a thousandth of the memory.
@@ -16,11 +16,12 @@ Slots start at multiples of `ALIGN`, with padding before them.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from megalite.config.width_scaling import WidthRole
 from megalite.nn.parameter import spec_of
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import MESH_VIEWS, ParamSpec
@@ -61,6 +62,7 @@ class BucketKey(NamedTuple):
         unit: name of the unit whose matrices and tables the bucket contains, if these are resharded together; "" for
             resident buckets.
         dtype: dtype of the weights.
+        lr_multiplier: factor of the learning rate by muP.
     """
 
     mesh_view: str
@@ -72,6 +74,7 @@ class BucketKey(NamedTuple):
     is_matrix: bool = False
     unit: str = ""
     dtype: torch.dtype = torch.float32
+    lr_multiplier: float = 1.0
 
 
 class ParamSlot(NamedTuple):
@@ -135,7 +138,7 @@ class BufferLayout(NamedTuple):
 
 
 def chunk_layout(
-    chunks: Sequence[nn.Module], mesh: Mesh, bucket_size: int | None = None, **separate_buckets: bool
+    chunks: Sequence[nn.Module], mesh: Mesh, bucket_size: int | None = None, **separate_buckets: Any
 ) -> tuple[list[nn.Parameter], BufferLayout]:
     """Return the parameters of `chunks`, each once, and their layout: entry i of the layout is parameter i.
 
@@ -159,7 +162,7 @@ def chunk_layout(
 
 
 def build_layout(
-    entries: Sequence[ParamEntry], *, bucket_size: int, sizes: Mapping[str, int], **separate_buckets: bool
+    entries: Sequence[ParamEntry], *, bucket_size: int, sizes: Mapping[str, int], **separate_buckets: Any
 ) -> BufferLayout:
     """Assign the entries to buckets.
 
@@ -170,7 +173,8 @@ def build_layout(
         bucket_size: minimum number of elements of a bucket; the last bucket with a key may be smaller.
         sizes: axis names -> sizes (absent: 1).
         separate_buckets: reasons for separate buckets, False by default. `decoupled_lr`: embedding and head have a
-            separate learning rate. `matrices`: the optimizer has a separate rule for matrices. `by_unit`: the
+            separate learning rate. `lr_multipliers`: muP's factor of the rate for each role of a parameter.
+            `matrices`: the optimizer has a separate rule for matrices, which applies muP itself. `by_unit`: the
             parameters with two dims of a unit are one bucket of any size.
     """
     buckets: list[BucketLayout] = []
@@ -203,18 +207,25 @@ def _bucket_key(
     decoupled_lr: bool = False,
     matrices: bool = False,
     by_unit: bool = False,
+    lr_multipliers: Mapping[WidthRole, float] | None = None,
 ) -> BucketKey:
     spec = entry.spec
+    is_matrix = spec.is_matrix and matrices
+    has_decoupled_lr = spec.is_vocab and decoupled_lr
+    lr_multiplier = 1.0
+    if lr_multipliers and not (is_matrix or has_decoupled_lr):
+        lr_multiplier = lr_multipliers[spec.effective_width_role]
     return BucketKey(
         mesh_view=spec.mesh_view,
         partial_grad_axes=tuple(axis for axis in spec.partial_grad_axes if sizes.get(axis, 1) > 1),
         tied=spec.tied,
         weight_decay=spec.weight_decay,
-        decoupled_lr=spec.is_vocab and decoupled_lr,
+        decoupled_lr=has_decoupled_lr,
         replicas=spec.num_replicas(sizes),
-        is_matrix=spec.is_matrix and matrices,
+        is_matrix=is_matrix,
         unit=entry.unit if by_unit and spec.is_2d else "",
         dtype=entry.dtype,
+        lr_multiplier=lr_multiplier,
     )
 
 

@@ -98,7 +98,7 @@ class BucketSync:
         overlap_param_gather: bool = True,
         reduce_in_bf16: bool = False,
         zero_config: ZeroConfig = ZeroConfig(),  # noqa: B008 (frozen)
-        **separate_buckets: bool,
+        **separate_buckets: Any,
     ):
         """Move all parameters of `chunks` to buckets, and register hooks on the modules.
 
