@@ -68,7 +68,7 @@ class ParallelConfig:
         None, help="interleaved schedule: chunks per pipeline rank"
     )
     pipeline_model_parallel_layout: str | None = execution(
-        None, help="layers of each pipeline stage, as in 'Et|(tt|)*2tL'"
+        None, help="layers of each pipeline stage, as in 'Et|(tt|)*2tL', or where stages begin: 'layers.4,layers.8'"
     )
     decoder_first_pipeline_num_layers: int | None = execution(
         None, help="layers of the first pipeline rank; the others have equal numbers of the remaining layers"
@@ -146,6 +146,9 @@ class ParallelConfig:
     overlap_grad_reduce: bool = execution(True, help="reduce gradients during the last backward pass")
     grad_reduce_in_bf16: bool = execution(
         False, help="round gradients to bf16 for the data-parallel reduction; each rank sums them in fp32"
+    )
+    grad_reduce_in_fp16: bool = execution(
+        False, help="round scaled gradients to fp16 for the data-parallel reduction; each rank sums them in fp32"
     )
     overlap_param_gather: bool = execution(True, help="all-gather weights during the next forward pass")
     ddp_bucket_size: int | None = execution(None, help="elements per gradient bucket; default: 40 million")

@@ -23,7 +23,7 @@ from megalite.optim.host_memory import pinned_bytes
 from megalite.optim.optimizer_offload import allocation_sizes, offloaded_buckets
 from megalite.optim.update_rule import build_rules
 from megalite.optim.zero.layout import chunk_layout
-from megalite.optim.zero.sharding import reduce_dtype
+from megalite.optim.zero.sharding import half_reduce_dtype, reduce_dtype
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import SHARD_AXES
 from megalite.pipeline.schedule import ShardingPolicy, StagePlacement
@@ -169,7 +169,7 @@ class ModelStateBytes:
             owned_numel += bucket_owned_numel
             weight_update_bytes += bucket_owned_numel * weight_bytes
             padded_numel[view] += bucket.size
-            rounded_dtype = reduce_dtype(bucket.key.dtype, parallel.grad_reduce_in_bf16)
+            rounded_dtype = reduce_dtype(bucket.key.dtype, half_reduce_dtype(parallel))
             reduce_itemsize = grad_bytes if rounded_dtype is None else rounded_dtype.itemsize
             reduce_bytes[view] += bucket.size * reduce_itemsize
             if counts.gradients > 1:

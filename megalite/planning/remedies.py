@@ -38,7 +38,9 @@ def remedy(cause: str, plan: RunPlan, ranks_per_node: int, background_saves: boo
         case "tp" | "cp":
             return _use_any(_smaller_axis(cause, plan, ranks_per_node), _larger_micro_batches(plan)) or NO_REMEDY
         case "dp":
-            return _use_any(LARGER_BATCH, _gradients_in_bf16(plan), _faster_network("dp", plan, ranks_per_node))
+            return _use_any(
+                LARGER_BATCH, _gradients_in_half_precision(plan), _faster_network("dp", plan, ranks_per_node)
+            )
         case "pp":
             slow = "a stage is slower than its FLOPs say, or messages are slow (megalite bench comm measures them)"
             fewer = "fewer stages or chunks" if plan.shape.vpp > 1 else "fewer stages"
@@ -88,7 +90,7 @@ def _communication_remedy(plan: RunPlan, ranks_per_node: int) -> str:
     remedies += [_smaller_axis(axis, plan, ranks_per_node) for axis in AXIS_OPTIONS]
     if any(getattr(plan.shape, axis) > 1 for axis in AXIS_OPTIONS):
         remedies.append(_larger_micro_batches(plan))
-    remedies.append(_gradients_in_bf16(plan))
+    remedies.append(_gradients_in_half_precision(plan))
     log_straggler = "" if plan.config.operations.log_straggler else " (--log-straggler)"
     if advice := _use_any(*remedies):
         return f"{advice}; or one rank is slower than the others{log_straggler}"
@@ -137,11 +139,13 @@ def _larger_micro_batches(plan: RunPlan) -> str:
     return "larger micro-batches" if _is_valid(plan, micro_batch_size=doubled) else ""
 
 
-def _gradients_in_bf16(plan: RunPlan) -> str:
-    reduces = plan.shape.dp * plan.shape.cp > 1 and plan.config.precision.bf16
-    if reduces and not plan.config.parallel.grad_reduce_in_bf16:
+def _gradients_in_half_precision(plan: RunPlan) -> str:
+    parallel, precision = plan.config.parallel, plan.config.precision
+    if plan.shape.dp * plan.shape.cp == 1:
+        return ""
+    if precision.bf16 and not parallel.grad_reduce_in_bf16:
         return "--grad-reduce-in-bf16"
-    return ""
+    return "--grad-reduce-in-fp16" if precision.fp16 and not parallel.grad_reduce_in_fp16 else ""
 
 
 def _faster_network(axis: str, plan: RunPlan, ranks_per_node: int) -> str:

@@ -26,6 +26,7 @@ from megalite.optim.loss_scale import LossScaler
 from megalite.optim.lr import LrSchedule, OptimSchedules, WeightDecaySchedule
 from megalite.optim.sgd import SGD
 from megalite.optim.update_rule import UpdateRule, build_rules
+from megalite.optim.zero.sharding import half_reduce_dtype
 from megalite.optim.zero.sync import BucketSync, ZeroConfig
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.parallel.streams import CudaGraph, cuda_graph_factory, new_stream, on_stream
@@ -216,7 +217,7 @@ def _build_pipeline(
             bucket_size=parallel.ddp_bucket_size,
             overlap_grad_reduce=parallel.overlap_grad_reduce,
             overlap_param_gather=parallel.overlap_param_gather,
-            reduce_in_bf16=parallel.grad_reduce_in_bf16,
+            half_reduce_dtype=half_reduce_dtype(parallel),
             zero_config=ZeroConfig(
                 parallel.effective_zero_stage,
                 plan.shape.sharding_policy.unshard_by_chunk,

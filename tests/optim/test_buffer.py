@@ -118,7 +118,7 @@ def test_ranks_may_have_gradients_for_different_parameters(shard: bool) -> None:
     assert run_ranks(2, _different_parameters, shard) == [expected, expected]
 
 
-def _in_bf16(reduce_in_bf16: bool, shard: bool, shared: bool) -> tuple[Tensor, Tensor, list[int]]:
+def _in_half_precision(dtype: torch.dtype, rounds: bool, shard: bool, shared: bool) -> tuple[Tensor, Tensor, list[int]]:
     """Return the gradients, this rank's local sum of three, and the bytes of each all-reduce over gloo."""
     limit = datetime.timedelta(seconds=20)
     instances = 1 if shard else None
@@ -126,10 +126,10 @@ def _in_bf16(reduce_in_bf16: bool, shard: bool, shared: bool) -> tuple[Tensor, T
         num_optimizer_instances=instances, device=torch.device("cpu"), timeout=limit, shared_memory=shared
     )
     assert (mesh.dp.custom_backend is not None) == shared
-    model, seen = Scale("a", dtype=torch.bfloat16), list[tuple[Any, Tensor]]()
-    sync = BucketSync([model], mesh, reduce_in_bf16=reduce_in_bf16)
+    model, seen = Scale("a", dtype=dtype), list[tuple[Any, Tensor]]()
+    sync = BucketSync([model], mesh, half_reduce_dtype=dtype if rounds else None)
     _spy(dist, "all_reduce", seen)
-    inputs = torch.randn(3, SIZE, generator=torch.Generator().manual_seed(mesh.dp.rank)).bfloat16()
+    inputs = torch.randn(3, SIZE, generator=torch.Generator().manual_seed(mesh.dp.rank)).to(dtype)
     for i in range(3):
         if i == 2:
             sync.set_last_backward(0)
@@ -140,18 +140,21 @@ def _in_bf16(reduce_in_bf16: bool, shard: bool, shared: bool) -> tuple[Tensor, T
 
 @pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shared memory"])
 @pytest.mark.parametrize("shard", [True, False])
-def test_bf16_reduction_moves_half_the_bytes(shard: bool, shared: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_reduction_in_half_precision_moves_half_the_bytes(dtype: torch.dtype, shard: bool, shared: bool) -> None:
     if shared and not shard:
         return  # all-reduces never go through shared memory
-    exact = run_ranks(2, _in_bf16, False, shard, shared)
-    rounded = run_ranks(2, _in_bf16, True, shard, shared)
+    exact = run_ranks(2, _in_half_precision, dtype, False, shard, shared)
+    rounded = run_ranks(2, _in_half_precision, dtype, True, shard, shared)
     own = [total for _, total, _ in rounded]
     join = torch.cat if shard else (lambda parts: parts[0])
     actual, expected = (join([grads for grads, _, _ in ranks])[:SIZE] for ranks in (rounded, exact))
     assert torch.equal(expected, own[0] + own[1])
     assert actual.dtype == torch.float32 and not torch.equal(actual, expected)
-    # each rank's sum is rounded once, and their sum once more: half a unit in the last of 8 bits each
-    assert ((actual - expected).abs() <= 2**-8 * (own[0].abs() + own[1].abs() + expected.abs())).all()
+    # each rank's sum is rounded once, and their sum once more: half a unit in the last of 8 or 11 bits each
+    assert (
+        (actual - expected).abs() <= torch.finfo(dtype).eps / 2 * (own[0].abs() + own[1].abs() + expected.abs())
+    ).all()
     if not shard:
         assert torch.equal(rounded[0][0], rounded[1][0])
     bytes_moved = [[moved for _, _, moved in ranks] for ranks in (exact, rounded)]
@@ -163,7 +166,7 @@ def _reductions_by_dtype() -> list[tuple[bool, list[torch.dtype]]]:
     results: list[tuple[bool, list[torch.dtype]]] = []
     mesh, seen = _mesh(), list[tuple[Any, Tensor]]()
     parts = [Scale("a", dtype=torch.bfloat16), Scale("b", keep_fp32=True)]
-    sync = BucketSync([nn.ModuleList(parts)], mesh, reduce_in_bf16=True)
+    sync = BucketSync([nn.ModuleList(parts)], mesh, half_reduce_dtype=torch.bfloat16)
     _spy(dist, "all_reduce", seen)
     for bucket in sync.grad_buckets:
         seen.clear()

@@ -89,7 +89,7 @@ def min_dp_time(plan: RunPlan, times: TimeModel, params_by_view: Mapping[str, in
     num_end_weights = 2 if model.untie_embeddings_and_output_weights else 1  # backward does not gather these
     end_params = {"dense": num_end_weights * shape.vocab_size * model.hidden_size}
     weight_bytes, grad_bytes, _ = shape.bytes_per_element()
-    reduced_bytes = 2 if parallel.grad_reduce_in_bf16 else grad_bytes
+    reduced_bytes = 2 if parallel.grad_reduce_in_bf16 or parallel.grad_reduce_in_fp16 else grad_bytes
     num_reductions, num_unshards = _min_sharding_actions(plan)
     seconds = 0.0
     for view, params in params_by_view.items():

@@ -204,6 +204,8 @@ def parallel_notes(config: Config) -> Iterator[Problem]:
         yield no_effect(shown(config, "zero_bubble_max_pending_backward"), without="split_backward")
     if parallel.grad_reduce_in_bf16 and not config.precision.bf16:
         yield no_effect("grad_reduce_in_bf16", without="bf16")
+    if parallel.grad_reduce_in_fp16 and not config.precision.fp16:
+        yield no_effect("grad_reduce_in_fp16", without="fp16")
     if parallel.data_parallel_sharding_strategy is not None and not parallel.use_megatron_fsdp:
         yield no_effect(shown(config, "data_parallel_sharding_strategy"), without="use_megatron_fsdp")
     if parallel.reshard_after_forward != "auto" and stage < 3:

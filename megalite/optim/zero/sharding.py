@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megalite.config.options import ParallelConfig
 from megalite.optim.zero.layout import BucketKey, BucketLayout, BufferLayout
 from megalite.parallel.mesh import Axis, Mesh
 from megalite.parallel.spec import SHARD_AXES
@@ -79,23 +80,30 @@ class BucketSharding:
         return replace(self, shard_axis=replace(self.shard_axis, rank=shard_rank), outer_shard_axis=outer_shard_axis)
 
 
-def reduce_dtype(weight_dtype: torch.dtype, reduce_in_bf16: bool) -> torch.dtype | None:
+def half_reduce_dtype(parallel: ParallelConfig) -> torch.dtype | None:
+    """Return the half precision in which the options reduce gradients of weights in it; None: in no half precision."""
+    if parallel.grad_reduce_in_fp16:
+        return torch.float16
+    return torch.bfloat16 if parallel.grad_reduce_in_bf16 else None
+
+
+def reduce_dtype(weight_dtype: torch.dtype, half_dtype: torch.dtype | None) -> torch.dtype | None:
     """Return the dtype in which full gradients of weights are reduced over the data axis; None: their own.
 
-    With `reduce_in_bf16` this is bf16 for bf16 weights; gradients of fp32 weights in a bf16 model keep fp32.
+    This is `half_dtype` for weights of that dtype; gradients of fp32 weights in a bf16 or fp16 model keep fp32.
     """
-    return torch.bfloat16 if reduce_in_bf16 and weight_dtype == torch.bfloat16 else None
+    return half_dtype if weight_dtype == half_dtype else None
 
 
 def bucket_shardings(
-    layout: BufferLayout, mesh: Mesh, reduce_in_bf16: bool = False, shard_over_replicas: bool = False
+    layout: BufferLayout, mesh: Mesh, half_dtype: torch.dtype | None = None, shard_over_replicas: bool = False
 ) -> Mapping[BucketKey, BucketSharding]:
     """Return the sharding for every key in `layout`.
 
     Args:
         layout: the buckets.
         mesh: the mesh.
-        reduce_in_bf16: reduce full gradients of bf16 weights in bf16 (`reduce_dtype`).
+        half_dtype: reduce full gradients of weights of this dtype in it (`reduce_dtype`).
         shard_over_replicas: split the shards again over replicas.
     """
     shardings = {}
@@ -112,7 +120,7 @@ def bucket_shardings(
             outer_shard_axis,
             sum_axes=tuple(sum_axes),
             tied_axis=mesh.tied_embedding if key.tied else None,
-            reduce_dtype=reduce_dtype(key.dtype, reduce_in_bf16),
+            reduce_dtype=reduce_dtype(key.dtype, half_dtype),
             num_owners=key.replicas * replicate_axis.size // outer_shard_axis.size,
             axis_names=axis_names,
         )

@@ -96,7 +96,7 @@ class BucketSync:
         bucket_size: int | None = None,
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = True,
-        reduce_in_bf16: bool = False,
+        half_reduce_dtype: torch.dtype | None = None,
         zero_config: ZeroConfig = ZeroConfig(),  # noqa: B008 (frozen)
         **separate_buckets: Any,
     ):
@@ -110,8 +110,9 @@ class BucketSync:
                 resharded buckets, whose reductions are waited for as soon as they are started.
             overlap_param_gather: gather weights ahead of their use. Otherwise resident buckets are gathered all at
                 once, and resharded ones when they are used.
-            reduce_in_bf16: reduce gradients of bf16 weights over the data axis in bf16, which halves the bytes. The sum
-                of a rank's micro-batches, and the sums over other axes, keep the dtype of the gradients.
+            half_reduce_dtype: reduce gradients of weights of this dtype, bf16 or fp16, over the data axis in it, which
+                halves the bytes. The sum of a rank's micro-batches, and the sums over other axes, keep the dtype of the
+                gradients. A sum that overflows fp16 is infinite, so that the loss scaler skips the step.
             zero_config: the sharding of weights and gradients.
             separate_buckets: reasons for separate buckets (layout.build_layout).
 
@@ -126,7 +127,7 @@ class BucketSync:
             chunks, mesh, bucket_size, by_unit=reshards_grads, **separate_buckets
         )
         self.main_dtype = _main_dtype(self.parameters)
-        shardings = bucket_shardings(self.layout, mesh, reduce_in_bf16, zero_config.shard_over_replicas)
+        shardings = bucket_shardings(self.layout, mesh, half_reduce_dtype, zero_config.shard_over_replicas)
 
         self.param_buckets = self._build_param_buckets(shardings, zero_config)
         self._overlap_param_gather = overlap_param_gather
