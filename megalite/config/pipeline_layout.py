@@ -7,6 +7,7 @@
 Source: megatron/core/transformer/transformer_block.py, get_num_layers_to_build.
 """
 
+import itertools
 import re
 
 from megalite.config.hybrid_pattern import shown_pattern
@@ -24,6 +25,7 @@ STAGE_OPTIONS = (  # all options that affect the number of layers of a stage
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
+LAYER_NAMES = re.compile(r"\w+(\.\w+)*\.\d+(,\w+(\.\w+)*\.\d+)*")  # names of layers, such as layers.4,layers.8
 MAX_LAYOUT_CHARS = 100_000  # of a layout string after its repeats are expanded
 
 
@@ -110,10 +112,12 @@ def _uneven(num_layers: int, pp: int, first: int | None, last: int | None) -> li
 
 
 def parse_layout(text: str, num_layers: int, pp: int, num_mtp_depths: int = 0) -> list[int]:
-    """Return the number of layers of every stage in Megatron-LM's layout string, in the order of the model.
+    """Return the number of layers of every stage in a layout string, in the order of the model.
 
-    Stages are separated by |. E is the embedding, t a layer, m a depth of multi-token prediction and L the loss; x*n
-    and (..)*n repeat; commas are ignored. The number of stages must be a multiple of pp.
+    In Megatron-LM's form, stages are separated by |. E is the embedding, t a layer, m a depth of multi-token prediction
+    and L the loss; x*n and (..)*n repeat; commas are ignored. The other form has the names of the layers at which
+    stages begin, except the first stage, as the split points of torch.distributed.pipelining: a name is anything that
+    ends in a dot and the number of the layer, from 0. The number of stages must be a multiple of pp.
 
     Raises:
         ValueError: if the string is invalid or does not have `num_layers` layers and `num_mtp_depths` depths, with the
@@ -121,16 +125,23 @@ def parse_layout(text: str, num_layers: int, pp: int, num_mtp_depths: int = 0) -
 
     >>> parse_layout("Et|(tt|)*2t,L", 6, 4)
     [1, 2, 2, 1]
+    >>> parse_layout("layers.1,layers.3,layers.5", 6, 4)
+    [1, 2, 2, 1]
     """
-    flat = text.replace(",", "").replace(" ", "")
     where = f"pipeline_model_parallel_layout={text!r}"
+    if LAYER_NAMES.fullmatch(text.replace(" ", "")):
+        return _parse_layer_names(where, text, num_layers, pp)
+    flat = text.replace(",", "").replace(" ", "")
     while (match := re.search(r"\(([^()]*)\)\*(\d+)|([EtmL|])\*(\d+)", flat)) is not None:
         unit, times = (match[1], match[2]) if match[1] is not None else (match[3], match[4])
         if len(flat) + len(unit) * int(times[:9]) > MAX_LAYOUT_CHARS:
             raise ValueError(f"{where} repeats too much; write num_layers={num_layers} t")
         flat = flat[: match.start()] + unit * int(times) + flat[match.end() :]
     if not re.fullmatch(r"[EtmL|]+", flat):
-        raise ValueError(f"{where} has characters other than E, t, m, L, |, ( )*n; write it as in 'Et|(tt|)*2tL'")
+        raise ValueError(
+            f"{where} has characters other than E, t, m, L, |, ( )*n; write it as in 'Et|(tt|)*2tL', or name layers as "
+            "in 'layers.4,layers.8'"
+        )
     if flat.count("m") != num_mtp_depths:
         raise ValueError(f"{where} holds {flat.count('m')} m, mtp_num_layers={num_mtp_depths}; make them equal")
     if not flat.endswith("m" * num_mtp_depths + "L"):
@@ -147,6 +158,20 @@ def parse_layout(text: str, num_layers: int, pp: int, num_mtp_depths: int = 0) -
         raise ValueError(f"{where} has an empty stage; give each a layer, E or L")
     _check_num_stages(where, len(stages), pp)
     return [stage.count("t") for stage in stages]
+
+
+def _parse_layer_names(where: str, text: str, num_layers: int, pp: int) -> list[int]:
+    """Return the number of layers of every stage if `text` names the layers at which all but the first begin."""
+    borders = [int(name.rpartition(".")[2][:9]) for name in text.replace(" ", "").split(",")]
+    starts = [0, *borders, num_layers]
+    layers = [end - start for start, end in itertools.pairwise(starts)]
+    if min(layers) < 1:
+        raise ValueError(
+            f"{where} begins stages at layers {', '.join(map(str, borders))} of num_layers={num_layers}; name layers "
+            f"from 1 to {num_layers - 1}, in increasing order"
+        )
+    _check_num_stages(where, len(layers), pp)
+    return layers
 
 
 def _check_num_stages(option: str, num_stages: int, pp: int) -> None:
