@@ -38,6 +38,10 @@ PARTS = {
 }
 
 
+ODD_R = 5
+UNROTATED = f"--position-embedding-type none --qk-pos-emb-head-dim {ODD_R}"  # channels that are shared, and not rotated
+
+
 def _mixer(flags: str) -> tuple[Any, ForwardContext]:
     """Return the attention of a layer in fp64, and the context of its forward pass."""
     stage = stage_from(f"{LINE} {flags}", torch.float64)
@@ -66,6 +70,10 @@ def _transformers_attention(flags: str) -> tuple[Any, tuple[Tensor, Tensor]]:
     config._attn_implementation = "sdpa"
     rotary = deepseek.DeepseekV3RotaryEmbedding(config)
     tables = rotary(torch.zeros(1, dtype=torch.float64), torch.arange(S)[None])
+    if UNROTATED in flags:
+        # set afterwards, because its configuration refuses an odd size; with cos 1 and sin 0 nothing is rotated
+        config.qk_rope_head_dim, config.qk_head_dim, config.rope_interleave = ODD_R, N + ODD_R, False
+        tables = (torch.ones(1, S, ODD_R, dtype=torch.float64), torch.zeros(1, S, ODD_R, dtype=torch.float64))
     attention = deepseek.DeepseekV3Attention(config, 0)
     # transformers' norms are always in fp32
     attention.kv_a_layernorm = nn.RMSNorm(L, eps=1e-6)
@@ -74,13 +82,15 @@ def _transformers_attention(flags: str) -> tuple[Any, tuple[Tensor, Tensor]]:
     return attention.double(), tables
 
 
-@pytest.mark.parametrize("flags", [COMPRESSED, f"{COMPRESSED} {YARN}", "--qk-layernorm"])
+@pytest.mark.parametrize("flags", [COMPRESSED, f"{COMPRESSED} {YARN}", "--qk-layernorm", f"{COMPRESSED} {UNROTATED}"])
 def test_latent_attention_equals_that_of_transformers(flags: str) -> None:
     """Compare the output and all gradients in fp64; the tables of positions of transformers are in fp32."""
     mixer, ctx = _mixer(flags)
     reference, tables = _transformers_attention(flags)
-    ctx.rope[mixer.rope][0].copy_(tables[0][0, :, : R // 2])
-    ctx.rope[mixer.rope][1].copy_(tables[1][0, :, : R // 2])
+    assert (mixer.rope is None) == (UNROTATED in flags)
+    if mixer.rope is not None:
+        ctx.rope[mixer.rope][0].copy_(tables[0][0, :, : R // 2])
+        ctx.rope[mixer.rope][1].copy_(tables[1][0, :, : R // 2])
     weights = dict(mixer.named_parameters())
     hf_weights = {part: getattr(reference, PARTS[part]).weight for part in weights}
     with torch.no_grad():
@@ -104,6 +114,7 @@ CACHED = [
     COMPRESSED,
     f"{COMPRESSED} {YARN} --attention-output-gate",
     f"{COMPRESSED} --qk-pos-emb-head-dim 0",
+    f"{COMPRESSED} {UNROTATED}",
     "--window-size 3,0 --softmax-type learnable",
     f"{COMPRESSED} --window-size 3,0 --attn-logit-softcapping 0.7",
 ]
@@ -130,7 +141,7 @@ def test_generation_from_latents_equals_the_expanded_form(flags: str) -> None:
             # a sample whose last tokens were padding goes on before these
             starts_B = starts_B + length - samples_B * (length > 3)
     (latents_TBC,) = cache.states[0]
-    rotated = 0 if "--qk-pos-emb-head-dim 0" in flags else R
+    rotated = 0 if "--qk-pos-emb-head-dim 0" in flags else ODD_R if UNROTATED in flags else R
     assert latents_TBC.shape == (S, B, L + rotated)
 
 

@@ -137,7 +137,7 @@ def _latent_attention_problems(config: Config) -> Iterator[Problem]:
             "drop --group-query-attention",
             options=("num_query_groups", "group_query_attention", option),
         )
-    if rotated % 2:
+    if rotated % 2 and model.allows_rope:
         yield Problem(
             f"qk_pos_emb_head_dim={rotated} is odd, but channels rotate in pairs; use {nearest_multiples(rotated, 2)}",
             options=("qk_pos_emb_head_dim",),
