@@ -34,6 +34,7 @@ from megalite.config.plugins import missing_plugins_message
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.build_tokenizer import build_tokenizer
 from megalite.data.tokenizers.huggingface_tokenizer import find_tokenizer_in
+from megalite.interop.fold_mup import fold_mup
 from megalite.interop.huggingface import model_files
 from megalite.interop.huggingface.config_json import choose_family
 from megalite.interop.huggingface.model_files import write_model
@@ -238,11 +239,16 @@ def export_hf(args: argparse.Namespace) -> bool:
         files, note = tokenizer_files(config.data, eod)
     else:
         files, note = model_files.auxiliary_files(like), None
-    family = choose_family(model, args.family, read_model_type(like))
-    offsets = norm_offsets(model, FAMILIES.get(family).zero_centered_norms)
-    local = ExportSource(source, DTYPES.get(args.dtype), offsets)
+    folded = fold_mup(model)
+    family = choose_family(folded.model, args.family, read_model_type(like))
+    zero_centered = FAMILIES.get(family).zero_centered_norms
+    offsets = norm_offsets(model, zero_centered)
+    local = ExportSource(source, DTYPES.get(args.dtype), offsets, folded.factors)
+    folded.check(zero_centered, local.dtype_of("embedding.word"))
     size = args.max_shard_size or parse_size("5GB")
-    external = write_model(args.to_hf, local, model, family, vocab_size, tokens=tokens, files=files, shard_bytes=size)
+    external = write_model(
+        args.to_hf, local, folded.model, family, vocab_size, tokens=tokens, files=files, shard_bytes=size
+    )
     num_files = len({tensor.location.rpartition(" in ")[2] for tensor in external.tensors})
     print(f"{args.to_hf}: {family}, {len(external.tensors)} tensors in {num_files} files, vocabulary {vocab_size}")
     if note is not None:
@@ -318,7 +324,7 @@ def weight_rounding(local: ExportSource) -> float:
     """Return the largest relative change of a weight in a conversion."""
     stored_dtype = local.checkpoint.dtype("model/embedding.word")
     dtype = local.dtype_of("embedding.word")
-    is_rounded = dtype != stored_dtype or bool(local.offsets)
+    is_rounded = dtype != stored_dtype or bool(local.offsets) or bool(local.factors)
     return torch.finfo(dtype).eps if is_rounded else 0.0
 
 

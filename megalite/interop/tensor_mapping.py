@@ -526,11 +526,13 @@ class ExportSource:
         dtype: The dtype of exported values; None: as stored. For fp32, the more exact main weights are read.
         offsets: Parameter -> what is added to its stored values (`norm_offsets`); those without an entry are exported
             as they are stored.
+        factors: Parameter -> the factor of its values after that (fold_mup.py); those without an entry have none.
     """
 
     checkpoint: Checkpoint
     dtype: torch.dtype | None = None
     offsets: Mapping[str, float] = field(default_factory=dict)
+    factors: Mapping[str, float] = field(default_factory=dict)
 
     def _key(self, name: str) -> str:
         """Return the name of the stored tensor with the best values of a parameter."""
@@ -552,7 +554,8 @@ class ExportSource:
         values = self.checkpoint.read(self._key(name), box)
         if offset := self.offset(name):
             values = values + offset
-        return values.to(self.dtype_of(name))
+        values = values.to(self.dtype_of(name))
+        return values * self.factors[name] if name in self.factors else values
 
     def join(self, mapping: TensorMapping) -> Tensor:
         """Return an external tensor."""

@@ -9,6 +9,8 @@ import os
 import shutil
 from pathlib import Path
 
+import torch
+
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.manager import saver
@@ -20,6 +22,7 @@ from megalite.config.options import Config, DataConfig
 from megalite.config.run_options import SENTENCEPIECE
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.huggingface_tokenizer import export_tokenizer_json
+from megalite.interop.fold_mup import fold_mup
 from megalite.interop.huggingface import model_files as hugging_face
 from megalite.interop.huggingface.config_json import choose_family
 from megalite.interop.huggingface.model_files import write_model
@@ -95,10 +98,15 @@ def export_family(config: Config) -> str:
     """Return the model family to export as; the family of the initial weights or of the tokenizer is preferred.
 
     Raises:
-        CheckpointError: if no family fits the model.
+        CheckpointError: if no family fits the model, or the factors of muP do not fit its weights.
     """
     preferred = read_model_type(named_external_dir(config)) or read_model_type(tokenizer_source_dir(config.data))
-    return choose_family(config.model, None, preferred)
+    folded = fold_mup(config.model)
+    family = choose_family(folded.model, None, preferred)
+    is_half_precision = config.precision.bf16 or config.precision.fp16
+    dtype = torch.bfloat16 if is_half_precision else torch.float32
+    folded.check(FAMILIES.get(family).zero_centered_norms, dtype)
+    return family
 
 
 def export_problems(config: Config) -> list[str]:
@@ -133,6 +141,7 @@ def export(run: Run, config: Config, eod: int | None) -> str | None:
     if checkpoint.export_hf is None:
         return None
     family, target = export_family(config), Path(checkpoint.export_hf)
+    folded = fold_mup(config.model)
     directory = None if checkpoint.save is None else storage.checkpoint_dir(checkpoint.save, run.progress.step)
     is_saved = directory is not None and "COMPLETE" in storage.storage_of(directory).list_files(directory)
     temporary = target.with_name(f".{target.name}.weights")
@@ -159,8 +168,9 @@ def export(run: Run, config: Config, eod: int | None) -> str | None:
         source = ExportSource(
             Checkpoint(directory, manifests.load_manifest(directory)),
             offsets=norm_offsets(config.model, FAMILIES.get(family).zero_centered_norms),
+            factors=folded.factors,
         )
-        written = write_model(target, source, config.model, family, run.vocab_size, tokens=token_ids, files=files)
+        written = write_model(target, source, folded.model, family, run.vocab_size, tokens=token_ids, files=files)
     finally:
         if mesh.world.is_first:
             shutil.rmtree(temporary, ignore_errors=True)
