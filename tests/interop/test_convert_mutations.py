@@ -1,6 +1,7 @@
 """Seeded mutations of external files: read, or refused with one clear error; never another exception, never slow."""
 
 import json
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from megalite.interop.huggingface import model_files as hugging_face
 from megalite.interop.huggingface.config_json import read_config
 from megalite.interop.megatron import torch_dist_format as megatron_dist
 from megalite.interop.megatron import torch_format as megatron
-from megalite.interop.name_mapping import FAMILIES
+from megalite.interop.name_mapping import family_names
 from megalite.interop.tensor_mapping import (
     ExternalTensor,
     build_mappings,
@@ -52,6 +53,9 @@ QWEN = {"model_type": "qwen3", "head_dim": 8}
 DEEPSEEK = {"model_type": "deepseek_v3", "kv_lora_rank": 8, "q_lora_rank": 12, "qk_nope_head_dim": 6, "v_head_dim": 6}
 DEEPSEEK |= {"qk_rope_head_dim": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 DEEPSEEK |= {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
+NEMOTRON = {"model_type": "nemotron_h", "hybrid_override_pattern": "M*-E", "num_hidden_layers": 4, "head_dim": 8}
+NEMOTRON |= {"mamba_num_heads": 4, "mamba_head_dim": 6, "ssm_state_size": 5, "n_groups": 2, "n_routed_experts": 4}
+NEMOTRON |= {"moe_intermediate_size": 8, "moe_shared_expert_intermediate_size": 8, "time_step_limit": [0.0, math.inf]}
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}
 
 
@@ -64,7 +68,7 @@ def hub(name: str, keys: dict[str, Any] = QWEN) -> Callable[[Path], tuple[Path, 
         model = build_model_config(options, "")
         specs, layers = checkpoint_specs(model, 20), numbers_of_layers(model)
         tensors = {}
-        for mapping in build_mappings(FAMILIES.get(family), specs, num_groups(model), layers):
+        for mapping in build_mappings(family_names(family, model), specs, num_groups(model), layers):
             values = torch.ones(mapping.shape)
             if "quantization_config" in config and mapping.external_name.endswith("_proj.weight"):
                 blocks = [-(-size // 8) for size in mapping.shape]
@@ -85,6 +89,8 @@ TARGETS = {
     "safetensors": hub("model.safetensors", QWEN),
     "config.json of DeepSeek": hub("config.json", DEEPSEEK),
     "safetensors of DeepSeek": hub("model.safetensors", DEEPSEEK),
+    "config.json of Nemotron-H": hub("config.json", NEMOTRON),
+    "safetensors of Nemotron-H": hub("model.safetensors", NEMOTRON),
     "config.json of FP8": hub("config.json", {**DEEPSEEK, **FP8}),
     "safetensors of FP8": hub("model.safetensors", {**DEEPSEEK, **FP8}),
 }

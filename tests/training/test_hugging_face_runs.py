@@ -57,7 +57,7 @@ LAYOUTS = {
     "tp2 dp2": "--tensor-model-parallel-size 2",
     "pp2 vpp2 dp2": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
 }
-FAMILIES = ("llama", "gpt2", "qwen2", "gpt_neox", "qwen3", "qwen3_moe", "deepseek_v3")
+FAMILIES = ("llama", "gpt2", "qwen2", "gpt_neox", "qwen3", "qwen3_moe", "deepseek_v3", "mamba2", "nemotron_h")
 EXPERTS = ["--tensor-model-parallel-size 2 --expert-model-parallel-size 2"]
 EXPERTS += [EXPERTS[0] + " --expert-tensor-parallel-size 2"]
 
@@ -110,7 +110,7 @@ def test_first_loss_equals_transformers_under_every_layout(models, name: str) ->
     assert expected > 1.05 * torch.tensor(float(VOCAB_SIZE)).log()  # random weights would give less
     assert loss == pytest.approx(expected, rel=2e-6)
     layouts = [flags for flags in LAYOUTS.values() if name == "llama" or flags == LAYOUTS["tp2 pp2"]]
-    layouts += EXPERTS if name in ("qwen3_moe", "deepseek_v3") else ["--tensor-model-parallel-size 4"]
+    layouts += EXPERTS if name in ("qwen3_moe", "deepseek_v3", "nemotron_h") else ["--tensor-model-parallel-size 4"]
     for losses in run_ranks(4, _first_steps, str(model_dir), layouts):
         assert losses == pytest.approx([expected] * len(layouts), rel=1e-5)
 
