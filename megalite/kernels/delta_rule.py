@@ -10,18 +10,19 @@ the definition. S starts at 0 with each document.
 Chunks of C tokens (arXiv:2406.06484), with the state S before the chunk, i and j in it:
 
     D_ij  = exp(sum of g over j < l <= i) if j <= i are of one document, else 0
-    L_ij  = b_i (k_i . k_j) D_ij  for j < i              in_i  = exp(sum of g up to i) if the state is of i's document
-    [u | w] = (I + L)^-1 [b v | b in k]                  out_j = D_Cj
-    o     = (in q) S + (q k^T D) (u - w S)
+    L_ij  = (k_i . k_j) b_j D_ij  for j < i              in_i  = exp(sum of g up to i) if the state is of i's document
+    P_ij  = (q_i . k_j) b_j D_ij  for j <= i             out_j = b_j D_Cj
+    [u | w] = (I + L)^-1 [v | in k]                      without a correction: u = v, w = 0, b = 1
+    o     = (in q) S + P (u - w S)
     S'    = in_C S + (out k)^T (u - w S)                 so S' = A S + U, an affine map of S
 
-Documents are masks inside the chunks, so any lengths take ceil(T / C) chunks. Every sum of g is a sum over the tokens
-between j and i of the same document, never a difference of two sums: small decays are not lost beside large ones,
-neither in D nor in the gradient of g, and another document's numbers change no bit of a result.
+b is a factor of columns, so that the rows q_i of P and k_i of L have the same factors, also in backward
+(decayed_scores.py). Documents are masks inside the chunks, so any lengths take ceil(T / C) chunks, and another
+document's numbers change no bit of a result.
 
 Inputs are sequence first. G key heads serve H value heads, H a multiple of G. Saved for backward are the inputs, and
-the state at the start of every group of GROUP_CHUNKS chunks: H K V / (C GROUP_CHUNKS) elements per token. Backward
-recomputes one group at a time. All sums are in fp32 (fp64 for fp64 inputs), in a fixed order.
+the state at the start of every group of 512 tokens: H K V / 512 elements per token. Backward recomputes one group at a
+time. All sums are in fp32 (fp64 for fp64 inputs), in a fixed order.
 """
 
 from collections.abc import Iterator
@@ -33,11 +34,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from megalite.kernels.dispatch import accum_dtype, representatives
+from megalite.kernels.decayed_scores import ChannelDecays, ChunkTokens, HeadDecays
+from megalite.kernels.dispatch import accum_dtype, power_of_two, representatives, size_for_device
 
-HEAD_DECAY_CHUNK = 64
-CHANNEL_DECAY_CHUNK = 16  # D_ij has K elements
-GROUP_CHUNKS = 8
+# tokens of a chunk; shorter ones have fewer products, but take more operations
+CHUNK = {"cpu": 32, "cuda": 64}
+GROUP_CHUNKS = {"cpu": 16, "cuda": 8}
+INVERSE_BLOCK = 16
 L2_NORM_EPS = 1e-6  # that of Qwen3-Next and flash-linear-attention
 
 
@@ -74,7 +77,7 @@ class Recurrence:
                   sample is one document
     previous_B    that number of the token before the first one, to whose document the initial state belongs; None:
                   there is no initial state, or it belongs to the document of the first token
-    chunk_size    tokens of a chunk; None: 64, or 16 with a decay for each channel
+    chunk_size    tokens of a chunk, rounded up to a power of two; None: that of the device (CHUNK)
     """
 
     scale: float = 1.0
@@ -92,12 +95,12 @@ class Recurrence:
 
     def chunk_size_of(self, inputs: RecurrenceInputs) -> int:
         """Return the number of tokens of a chunk."""
-        default = CHANNEL_DECAY_CHUNK if inputs.is_channel_decay else HEAD_DECAY_CHUNK
-        return max(1, min(self.chunk_size or default, len(inputs.v)))
+        default = size_for_device(CHUNK, inputs.v.device)
+        return power_of_two(min(self.chunk_size or default, len(inputs.v)))
 
     def groups(self, inputs: RecurrenceInputs) -> list[slice]:
         """Return the tokens of each group of chunks."""
-        size = GROUP_CHUNKS * self.chunk_size_of(inputs)
+        size = size_for_device(GROUP_CHUNKS, inputs.v.device) * self.chunk_size_of(inputs)
         length = len(inputs.v)
         return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
@@ -135,119 +138,197 @@ def delta_rule_reference(
     return torch.stack(outputs).to(inputs.v.dtype), state
 
 
-class _Chunks(NamedTuple):
-    """The terms of N chunks that do not depend on the state, [N, B, G, H / G, ...] (see the top of the file)."""
+class _Group(NamedTuple):
+    """A group of chunks: its number, its tokens, and the recurrence and inputs of these."""
 
-    q_in: Tensor  # [C, K]
-    scores: Tensor  # [C, C]
-    u: Tensor  # [C, V]
-    w: Tensor | None  # [C, K]; None without a correction
-    k_out: Tensor  # [C, K]
-    decay: Tensor  # in_C, [1, 1] or [K, 1]
+    number: int
+    tokens: slice
+    recurrence: Recurrence
+    inputs: RecurrenceInputs
 
 
-def _to_chunks(x_SBHK: Tensor, size: int, groups: int, dtype: torch.dtype) -> Tensor:
-    """Return x [S, B, H, K] as [N, B, G, H / G, C, K], padded with zeros."""
-    S, B = x_SBHK.shape[:2]
-    num_chunks = -(-S // size)
-    x = F.pad(x_SBHK.to(dtype), (0, 0, 0, 0, 0, 0, 0, num_chunks * size - S))
-    return x.view(num_chunks, size, B, groups, -1, x.shape[-1]).permute(0, 2, 3, 4, 1, 5).contiguous()
+def _groups(inputs: RecurrenceInputs, recurrence: Recurrence, *, reverse: bool = False) -> Iterator[_Group]:
+    """Yield the groups of chunks in the order of the tokens, or in reverse; a planned run has `representatives`."""
+    groups = list(enumerate(recurrence.groups(inputs)))
+    if reverse:
+        groups.reverse()
+    for number, span in representatives(groups, lambda group: group[1].stop - group[1].start):
+        yield _Group(number, span, recurrence.tokens(span), inputs.tokens(span))
 
 
-def _from_chunks(x: Tensor, length: int) -> Tensor:
-    """Return x [N, B, G, H / G, C, V] as [S, B, H, V]."""
-    return x.permute(0, 4, 1, 2, 3, 5).flatten(3, 4).flatten(0, 1)[:length]
+def _chunked_view(x: Tensor, size: int, key_heads: int) -> Tensor:
+    """Return x [S, B, H, F] of complete chunks as [N, B, G, R, C, F]: a view."""
+    return x.unflatten(0, (-1, size)).unflatten(3, (key_heads, -1)).permute(0, 2, 3, 4, 1, 5)
 
 
-def _chunk_documents(recurrence: Recurrence, length: int, size: int) -> tuple[Tensor, Tensor] | None:
-    """Return the documents of the tokens of each chunk, [N, B, C], and of the token before it, [N, B]."""
+def _copy_to_chunks(chunks: Tensor, x: Tensor) -> None:
+    """Copy x [S, B, H, F] to chunks [N, B, G, R, C, F], with zeros after the last token."""
+    size, length = chunks.shape[4], len(x)
+    rest = length % size
+    if length > rest:
+        chunks[: length // size].copy_(_chunked_view(x[: length - rest], size, chunks.shape[2]))
+    if rest:
+        chunks[-1:, ..., :rest, :].copy_(_chunked_view(x[length - rest :], rest, chunks.shape[2]))
+        chunks[-1:, ..., rest:, :].zero_()
+
+
+def _copy_from_chunks(x: Tensor, chunks: Tensor) -> None:
+    """Copy chunks [N, B, G, R, C, F] to x [S, B, H, F], without those of padding."""
+    size, length = chunks.shape[4], len(x)
+    rest = length % size
+    if length > rest:
+        _chunked_view(x[: length - rest], size, chunks.shape[2]).copy_(chunks[: length // size])
+    if rest:
+        _chunked_view(x[length - rest :], rest, chunks.shape[2]).copy_(chunks[-1:, ..., :rest, :])
+
+
+def _to_chunks(x: Tensor, size: int, key_heads: int, dtype: torch.dtype) -> Tensor:
+    """Return x [S, B, H, F] as [N, B, G, R, C, F], with zeros after the last token."""
+    S, B, H, channels = x.shape
+    shape = -(-S // size), B, key_heads, H // key_heads, size, channels
+    chunks = torch.empty(shape, dtype=dtype, device=x.device)
+    _copy_to_chunks(chunks, x)
+    return chunks
+
+
+def _chunk_documents(recurrence: Recurrence, length: int, size: int) -> tuple[Tensor | None, Tensor | None]:
+    """Return which tokens of a chunk are of one document, and which of the state's (ChunkTokens)."""
     documents_BS = recurrence.documents_BS
     if documents_BS is None:
-        return None
+        return None, None
     padding = -length % size
     if padding:  # belongs to the last document, whose state it passes on
         documents_BS = torch.cat([documents_BS, documents_BS[:, -1:].expand(-1, padding)], 1)
-    documents = documents_BS.unflatten(1, (-1, size)).transpose(0, 1)
-    first = documents[0, :, 0] if recurrence.previous_B is None else recurrence.previous_B
-    return documents, torch.cat([first[None], documents[:-1, :, -1]])
+    documents = documents_BS.unflatten(1, (-1, size)).transpose(0, 1)[:, :, None, None]
+    first = documents[0, ..., 0] if recurrence.previous_B is None else recurrence.previous_B[:, None, None]
+    document_before = torch.cat([first[None], documents[:-1, ..., -1]]).unsqueeze(-1)
+    return documents.unsqueeze(-1) == documents.unsqueeze(-2), documents == document_before
 
 
-def _prepare(inputs: RecurrenceInputs, recurrence: Recurrence) -> _Chunks:
-    """Return the terms of all chunks."""
-    dtype = accum_dtype(inputs.v)
-    size, G = recurrence.chunk_size_of(inputs), inputs.k.shape[2]
-    q, k = (_to_chunks(x, size, G, dtype) for x in (inputs.q, inputs.k))
-    v = _to_chunks(inputs.v, size, G, dtype)
-    if recurrence.normalize_qk:
-        q, k = l2_normalize(q), l2_normalize(k)
-    q = q * recurrence.scale
-    g = inputs.log_decay if inputs.is_channel_decay else inputs.log_decay.unsqueeze(-1)
-    g = _to_chunks(g, size, G, dtype)  # [..., C, 1 or K]
-    is_causal = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
-    is_earlier = is_causal.tril(-1)
-    sums_up_to = is_causal.to(dtype)  # a product with it sums over the tokens up to each one
-    documents = _chunk_documents(recurrence, len(inputs.v), size)
-    decay_in = g
-    if documents is not None:
-        of_token, before = documents
-        same = (of_token[..., :, None] == of_token[..., None, :])[:, :, None, None]
-        is_causal, is_earlier = is_causal & same, is_earlier & same
-        continues = (of_token == before[..., None])[:, :, None, None, :, None]
-        decay_in = g.where(continues, 0.0)
-    decay_in = (sums_up_to @ decay_in).exp()
-    if documents is not None:
-        decay_in = decay_in.where(continues, 0.0)
-    k_scores = None
-    if inputs.is_channel_decay:
-        # [..., i, j, K]: the sum of g over j < l <= i is that over l <= i of the tokens after j
-        sums = sums_up_to @ g.unsqueeze(-2).where(is_earlier.unsqueeze(-1), 0.0).flatten(-2)
-        decays = sums.unflatten(-1, (size, -1)).exp().where(is_causal.unsqueeze(-1), 0.0)
-        decayed_k = decays * k.unsqueeze(-3)
-        scores, k_scores = (decayed_k @ torch.stack([q, k], -1)).unbind(-1)
-        k_out = k * decays[..., -1, :, :]
-    else:
-        decays = (sums_up_to @ g.where(is_earlier, 0.0)).exp().where(is_causal, 0.0)
-        scores = (q @ k.mT) * decays
-        k_out = k * decays[..., -1, :].unsqueeze(-1)
-    decay = decay_in[..., -1, :].unsqueeze(-1)
-    if inputs.beta is None:
-        return _Chunks(q * decay_in, scores, v, None, k_out, decay)
-    beta = _to_chunks(inputs.beta.unsqueeze(-1), size, G, dtype)
-    values = torch.cat([beta * v, beta * decay_in * k], -1)
-    if k_scores is None:
-        k_scores = (k @ k.mT) * decays
+def _flatten_heads(x: Tensor) -> Tensor:
+    """Return x [N, B, G, R, ...] as [N, B H, ...]."""
+    return x.flatten(1, 3)
+
+
+def _diagonal_blocks(x: Tensor, size: int) -> Tensor:
+    """Return the blocks on the diagonal of x [..., C, C], [..., C / size, size, size]: a view."""
+    return x.unflatten(-1, (-1, size)).unflatten(-3, (-1, size)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+def _unit_lower_inverse(x: Tensor) -> Tensor:
+    """Return (I + L)^-1, where L [..., C, C] is x below its diagonal; C is a power of two.
+
+    [[P, 0], [E, Q]]^-1 = [[P^-1, 0], [-Q^-1 E P^-1, Q^-1]]. Larger blocks than INVERSE_BLOCK are matmuls, since solving
+    for 64 right sides at once takes a CPU twice as long.
+    """
+    C = x.shape[-1]
+    size = min(C, INVERSE_BLOCK)
+    inverse = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    blocks = _diagonal_blocks(x, size)
+    identity = torch.eye(size, dtype=x.dtype, device=x.device).expand_as(blocks)
     # the diagonal of ones and what is above it are not read
-    solved = torch.linalg.solve_triangular(beta * k_scores, values, upper=False, unitriangular=True)
-    u, w = solved.split([v.shape[-1], k.shape[-1]], -1)
-    return _Chunks(q * decay_in, scores, u, w, k_out, decay)
+    solution = torch.linalg.solve_triangular(blocks, identity, upper=False, unitriangular=True)
+    _diagonal_blocks(inverse, size).copy_(solution)
+    while size < C:
+        blocks, inverses = (_diagonal_blocks(matrix, 2 * size) for matrix in (x, inverse))
+        product = inverses[..., size:, size:] @ blocks[..., size:, :size] @ inverses[..., :size, :size]
+        torch.neg(product, out=inverses[..., size:, :size])
+        size *= 2
+    return inverse
 
 
-def _each_chunk(chunks: _Chunks) -> Iterator[_Chunks]:
-    parts = (x.unbind(0) if x is not None else [None] * len(chunks.u) for x in chunks)
-    return (_Chunks(*chunk) for chunk in zip(*parts, strict=True))
+class _Chunks:
+    """The terms of N chunks of a group that do not depend on the state (see the top of the file).
+
+    Heads of all samples are one dim: q_in [N, B H, C, K], scores [N, B H, C, C], u [N, B H, C, V], w [N, B H, C, K],
+    k_out [N, B H, C, K], decay [N, B H, 1 or K, 1]. Without a correction, `inverse` and `w` are None.
+    """
+
+    def __init__(self, group: _Group):
+        inputs, recurrence = group.inputs, group.recurrence
+        self.dtype = dtype = accum_dtype(inputs.v)
+        self.size = size = recurrence.chunk_size_of(inputs)
+        S, B, G, K = inputs.k.shape
+        num_chunks = -(-S // size)
+        qk = torch.empty(num_chunks, B, G, 1, size, 2, K, dtype=dtype, device=inputs.v.device)
+        _copy_to_chunks(qk[..., 0, :], inputs.q)
+        _copy_to_chunks(qk[..., 1, :], inputs.k)
+        self.rnorm = None
+        if recurrence.normalize_qk:
+            self.rnorm = torch.rsqrt(qk.square().sum(-1, keepdim=True) + L2_NORM_EPS)
+            qk *= self.rnorm
+        log_decay = inputs.log_decay if inputs.is_channel_decay else inputs.log_decay.unsqueeze(-1)
+        g = _to_chunks(log_decay, size, G, dtype)
+        beta = None
+        if inputs.beta is not None:
+            beta = _to_chunks(inputs.beta.unsqueeze(-1), size, G, dtype).squeeze(-1)
+        documents = _chunk_documents(recurrence, S, size)
+        if inputs.is_channel_decay:
+            self.decays = ChannelDecays(ChunkTokens(qk, g, beta, *documents))
+        else:
+            self.decays = HeadDecays(ChunkTokens(qk, g.squeeze(-1), beta, *documents))
+        self.v = _to_chunks(inputs.v, size, G, dtype)
+        rows_in, scores = _flatten_heads(self.decays.rows_in), _flatten_heads(self.decays.scores)
+        self.q_in, self.scores = rows_in[..., 0, :], scores[..., 0, :]
+        self.k_out, self.decay = _flatten_heads(self.decays.k_out), _flatten_heads(self.decays.decay)
+        self.u, self.w, self.inverse = _flatten_heads(self.v), None, None
+        if beta is not None:
+            self.inverse = _unit_lower_inverse(scores[..., 1, :])
+            self.u, self.w = self.inverse @ self.u, self.inverse @ rows_in[..., 1, :]
+
+    def scan(self, values: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return u - w S of each chunk, and the states [1 + N, B H, K, F] before and after each.
+
+        Args:
+            values: u, or any other right side [N, B H, C, F]; overwritten.
+            state: The state before the first chunk, [B H, K, F].
+        """
+        states = values.new_empty(1 + len(values), *state.shape)
+        states[0] = state
+        for n, k_out in enumerate(self.k_out):
+            if self.w is not None:
+                values[n].baddbmm_(self.w[n], states[n], alpha=-1)
+            torch.mul(states[n], self.decay[n], out=states[n + 1])
+            states[n + 1].baddbmm_(k_out.mT, values[n])
+        return values, states
+
+    def scan_backward(self, do: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of u - w S of each chunk, and of the states before and after each, [1 + N, B H, K, V].
+
+        Args:
+            do: The gradient of the outputs, [N, B H, C, V].
+            dstate: That of the state after the last chunk, [B H, K, V].
+        """
+        dvalues = self.scores.mT @ do
+        dstates = do.new_empty(1 + len(do), *dstate.shape)
+        torch.matmul(self.q_in.mT, do, out=dstates[:-1])
+        dstates[-1] = dstate
+        for n in reversed(range(len(do))):
+            dvalues[n].baddbmm_(self.k_out[n], dstates[n + 1])
+            dstates[n].addcmul_(dstates[n + 1], self.decay[n])
+            if self.w is not None:
+                dstates[n].baddbmm_(self.w[n].mT, dvalues[n], alpha=-1)
+        return dvalues, dstates
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """Return x [N, B H, ...] as [N, B, G, R, ...]."""
+        return x.unflatten(1, self.v.shape[1:4])
+
+    def qk_grad(self, dqk: Tensor) -> Tensor:
+        """Return the gradient of queries and keys before they are normalized; `dqk` is overwritten."""
+        if self.rnorm is None:
+            return dqk
+        qk = self.decays.tokens.qk
+        return dqk.addcmul_(qk, (dqk * qk).sum(-1, keepdim=True), value=-1).mul_(self.rnorm)
 
 
-def _scan(chunks: _Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the outputs [N, B, G, H / G, C, V], and the state [B, G, H / G, K, V] after the last chunk."""
-    outputs = []
-    for chunk in _each_chunk(chunks):
-        values = chunk.u if chunk.w is None else chunk.u - chunk.w @ state
-        outputs.append(chunk.q_in @ state + chunk.scores @ values)
-        state = chunk.decay * state + chunk.k_out.mT @ values
-    return torch.stack(outputs), state
-
-
-def _run_group(inputs: RecurrenceInputs, recurrence: Recurrence, state_BHKV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return o_SBHV and the state after a group of chunks, as autograd records it."""
-    state = state_BHKV.unflatten(1, (inputs.k.shape[2], -1))
-    outputs, state = _scan(_prepare(inputs, recurrence), state)
-    return _from_chunks(outputs, len(inputs.v)), state.flatten(1, 2)
-
-
-def _group_length(group: tuple[int, slice]) -> int:
-    """Return the number of tokens of a numbered group."""
-    _, span = group
-    return span.stop - span.start
+def _output_grads(chunks: _Chunks, group: _Group, do_SBHV: Tensor) -> Tensor:
+    """Return the gradients of the sums that are scaled to the outputs, [N, B H, C, P, V]; only row 0 is set."""
+    drows = chunks.v.new_empty(*chunks.v.shape[:5], chunks.decays.tokens.rows.shape[-2], chunks.v.shape[-1])
+    do = drows[..., 0, :]
+    _copy_to_chunks(do, do_SBHV[group.tokens])
+    do *= group.recurrence.scale
+    return _flatten_heads(drows)
 
 
 @torch.no_grad()
@@ -256,16 +337,23 @@ def recurrence_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return o_SBHV, the state after the last token, and the states before each group, [groups, B, H, K, V]."""
     dtype = accum_dtype(inputs.v)
-    groups = recurrence.groups(inputs)
-    states = inputs.v.new_zeros(len(groups), *inputs.state_shape, dtype=dtype)
-    state = states[0].clone() if state_BHKV is None else state_BHKV.to(dtype)
+    num_groups = len(recurrence.groups(inputs))
+    group_states = inputs.v.new_zeros(num_groups, *inputs.state_shape, dtype=dtype)
+    state = group_states[0].clone() if state_BHKV is None else state_BHKV.to(dtype)
     o_SBHV = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
-    for n, span in representatives([*enumerate(groups)], _group_length):
-        states[n] = state
-        o_SBHV[span], state = _run_group(inputs.tokens(span), recurrence.tokens(span), state)
-    return o_SBHV, state, states
+    for group in _groups(inputs, recurrence):
+        group_states[group.number] = state
+        chunks = _Chunks(group)
+        values, states = chunks.scan(chunks.u, state.flatten(0, 1))
+        o = chunks.q_in @ states[:-1]
+        scale = recurrence.scale
+        o.flatten(0, 1).baddbmm_(chunks.scores.flatten(0, 1), values.flatten(0, 1), beta=scale, alpha=scale)
+        _copy_from_chunks(o_SBHV[group.tokens], chunks.to_heads(o))
+        state = states[-1].view(inputs.state_shape)
+    return o_SBHV, state, group_states
 
 
+@torch.no_grad()
 def recurrence_backward(
     inputs: RecurrenceInputs, recurrence: Recurrence, states: Tensor, do_SBHV: Tensor, dstate_BHKV: Tensor
 ) -> tuple[RecurrenceInputs, Tensor]:
@@ -279,20 +367,46 @@ def recurrence_backward(
         dstate_BHKV: The gradient of the state after the last token.
     """
     grads = RecurrenceInputs(*(None if x is None else torch.empty_like(x) for x in inputs))  # type: ignore[arg-type]
-    dstate = dstate_BHKV.to(states.dtype)
-    groups = [*enumerate(recurrence.groups(inputs))]
-    for n, span in representatives(groups[::-1], _group_length):
-        with torch.enable_grad():
-            group = RecurrenceInputs(
-                *(None if x is None else x.detach().requires_grad_() for x in inputs.tokens(span))  # type: ignore[arg-type]
-            )
-            state = states[n].detach().requires_grad_()
-            o, last = _run_group(group, recurrence.tokens(span), state)
-        leaves = [x for x in group if x is not None]
-        *group_grads, dstate = torch.autograd.grad([o, last], [*leaves, state], [do_SBHV[span].to(o.dtype), dstate])
-        for grad, group_grad in zip((x for x in grads if x is not None), group_grads, strict=True):
-            grad[span] = group_grad
-    return grads, dstate
+    dstate = dstate_BHKV.to(states.dtype).flatten(0, 1)
+    for group in _groups(inputs, recurrence, reverse=True):
+        dstate = _group_backward(group, states[group.number], do_SBHV, dstate, grads.tokens(group.tokens))
+    return grads, dstate.view(inputs.state_shape)
+
+
+def _group_backward(
+    group: _Group, state_BHKV: Tensor, do_SBHV: Tensor, dstate: Tensor, grads: RecurrenceInputs
+) -> Tensor:
+    """Write the gradients of a group's inputs, and return that of the state before it, [B H, K, V]."""
+    chunks = _Chunks(group)
+    values, states = chunks.scan(chunks.u, state_BHKV.flatten(0, 1))
+    drows = _output_grads(chunks, group, do_SBHV)
+    dvalues, dstates = chunks.scan_backward(drows[..., 0, :], dstate)
+    dk_out = values @ dstates[1:].mT
+    ddecay = (dstates[1:] * states[:-1]).sum(-1, keepdim=True)
+    if not group.inputs.is_channel_decay:
+        ddecay = ddecay.sum(-2, keepdim=True)
+    dv = dvalues
+    if chunks.inverse is not None:
+        # (I + L) values = v - (in k) S, and L and in k are rows of scores and rows_in like those of queries
+        dv = chunks.inverse.mT @ dvalues
+        torch.neg(dv, out=drows[..., 1, :])
+    _copy_from_chunks(grads.v, chunks.to_heads(dv))
+    drows = drows.flatten(-3, -2)
+    dscores = (drows @ values.mT).unflatten(-2, (chunks.size, -1))
+    if chunks.inverse is not None:
+        dscores[..., 1, :].diagonal(dim1=-2, dim2=-1).zero_()
+    drows_in = (drows @ states[:-1].mT).unflatten(-2, (chunks.size, -1))
+    dqk, dlog_decay, dbeta = chunks.decays.backward(*map(chunks.to_heads, (dscores, drows_in, dk_out, ddecay)))
+    dqk = chunks.qk_grad(dqk)
+    _copy_from_chunks(grads.q, dqk[..., 0, :])
+    _copy_from_chunks(grads.k, dqk[..., 1, :])
+    if group.inputs.is_channel_decay:
+        _copy_from_chunks(grads.log_decay, dlog_decay)
+    else:
+        _copy_from_chunks(grads.log_decay.unsqueeze(-1), dlog_decay.unsqueeze(-1))
+    if grads.beta is not None and dbeta is not None:
+        _copy_from_chunks(grads.beta.unsqueeze(-1), dbeta.unsqueeze(-1))
+    return dstates[0]
 
 
 class _DeltaRule(Function):
@@ -345,33 +459,23 @@ def recurrence_map(inputs: RecurrenceInputs, recurrence: Recurrence) -> Tensor:
     B, H, K, V = inputs.state_shape
     dtype = accum_dtype(inputs.v)
     columns = map_columns(inputs)
-    state = inputs.v.new_zeros(B, H, K, columns + V, dtype=dtype)
+    state = inputs.v.new_zeros(B * H, K, columns + V, dtype=dtype)
     state[..., :columns] = 1.0 if columns == 1 else torch.eye(K, dtype=dtype, device=state.device)
-    state = state.unflatten(1, (inputs.k.shape[2], -1))
-    groups = [*enumerate(recurrence.groups(inputs))]
-    for _, span in representatives(groups, _group_length):
-        for chunk in _each_chunk(_prepare(inputs.tokens(span), recurrence.tokens(span))):
-            # A starts as the identity and has no values of its own
-            values = F.pad(chunk.u, (columns, 0))
-            if chunk.w is not None:
-                values = values - chunk.w @ state
-            state = chunk.decay * state + chunk.k_out.mT @ values
-    return state.flatten(1, 2)
+    for group in _groups(inputs, recurrence):
+        chunks = _Chunks(group)
+        # A starts as the identity and has no values of its own
+        _, states = chunks.scan(F.pad(chunks.u, (columns, 0)), state)
+        state = states[-1]
+    return state.unflatten(0, (B, H))
 
 
 @torch.no_grad()
 def recurrence_state_grad(inputs: RecurrenceInputs, recurrence: Recurrence, do_SBHV: Tensor) -> Tensor:
     """Return the gradient [B, H, K, V] of the state before the tokens that comes from the outputs of these tokens."""
-    dtype, G = accum_dtype(inputs.v), inputs.k.shape[2]
-    dstate = inputs.v.new_zeros(inputs.state_shape, dtype=dtype).unflatten(1, (G, -1))
-    groups = [*enumerate(recurrence.groups(inputs))]
-    for _, span in representatives(groups[::-1], _group_length):
-        group = inputs.tokens(span)
-        chunks = _prepare(group, recurrence.tokens(span))
-        do_chunks = _to_chunks(do_SBHV[span], recurrence.chunk_size_of(group), G, dtype)
-        for chunk, do in reversed(list(zip(_each_chunk(chunks), do_chunks, strict=True))):
-            dvalues = chunk.scores.mT @ do + chunk.k_out @ dstate
-            dstate = chunk.q_in.mT @ do + chunk.decay * dstate
-            if chunk.w is not None:
-                dstate = dstate - chunk.w.mT @ dvalues
-    return dstate.flatten(1, 2)
+    B, H, K, V = inputs.state_shape
+    dstate = inputs.v.new_zeros(B * H, K, V, dtype=accum_dtype(inputs.v))
+    for group in _groups(inputs, recurrence, reverse=True):
+        chunks = _Chunks(group)
+        _, dstates = chunks.scan_backward(_output_grads(chunks, group, do_SBHV)[..., 0, :], dstate)
+        dstate = dstates[0]
+    return dstate.unflatten(0, (B, H))

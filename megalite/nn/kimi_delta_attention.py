@@ -10,7 +10,7 @@ f and z have rank V: their first matrices are replicated over tp, and the second
 rank computes a summand of the gradients of the first.
 
 Saved per token, layer and rank, in elements: h (2 K + V) before the convolution and after it, V for f and z, h V
-for W_z z and for o, and in fp32 3 h K for the decay, h for b, and h K V / 128 for states. If "kda" is
+for W_z z and for o, and in fp32 3 h K for the decay, h for b, and h K V / 512 for states. If "kda" is
 recomputed: h (2 K + 3 V) + 2 V + h.
 """
 

@@ -26,7 +26,7 @@ from megalite.optim.zero.storage import observe_allocations
 META = torch.device("meta")
 aten: Any = torch.ops.aten
 # operation -> index of the left operand in its arguments
-MATMULS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.addmm_: 1, aten.baddbmm: 1}
+MATMULS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.addmm_: 1, aten.baddbmm: 1, aten.baddbmm_: 1}
 # operation -> index of the reduced dimensions in its arguments
 REDUCTIONS = {aten.all.default: 1, aten.logsumexp.default: 1, aten.mean.dim: 1, aten.linalg_vector_norm.default: 2}
 ELEMENTWISE = (

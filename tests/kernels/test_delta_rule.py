@@ -191,10 +191,10 @@ def _saved_bytes(length: int, **options: Any) -> int:
 
 
 def test_only_states_of_groups_are_saved() -> None:
-    """One state for 8 chunks of 64 tokens."""
+    """One state for 512 tokens, or 16 chunks."""
     assert _saved_bytes(512) == 4 * B * H * K * V
     assert _saved_bytes(1025) == 3 * 4 * B * H * K * V
-    assert _saved_bytes(64, chunk_size=4) == 2 * 4 * B * H * K * V
+    assert _saved_bytes(65, chunk_size=4) == 2 * 4 * B * H * K * V
 
 
 @settings(max_examples=30, deadline=None)

@@ -108,7 +108,7 @@ def test_saved_activations_equal_the_formulas(key_dim: int, value_dim: int) -> N
     """The formulas are in nn/kimi_delta_attention.py; x is saved before and after its norm, with statistics in fp32."""
     flags = f"{KIMI_LINEAR} --linear-key-head-dim {key_dim} --linear-value-head-dim {value_dim}"
     keys, values = HEADS * key_dim, HEADS * value_dim
-    states = 4 * HEADS * key_dim * value_dim // 128
+    states = 4 * HEADS * key_dim * value_dim // 512
     half = 2 * HIDDEN + 2 * (2 * keys + values) + 2 * value_dim + 2 * values
     taps = 2 * (2 * keys + values) * W
     exp_A, its_negative = 4 * HEADS, 4 * HEADS
