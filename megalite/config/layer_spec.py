@@ -30,14 +30,15 @@ class LayerSpec:
         mlp: The name of the MLP in models/layers.py: MLPS; None: the layer has none.
         window: The number of keys that a query attends to, including its own; None: all earlier ones.
         rope: The rotary positions of queries and keys; None: they are not rotated.
-        cp_comm_type: The communication of attention over cp: "allgather" (keys and values) or "a2a" (heads).
+        cp_comm_type: What a mixer exchanges over cp. Attention: "allgather" (keys and values) or "a2a" (heads), "auto"
+            is "allgather". Recurrent mixers: "allgather" (maps of states), "a2a" (heads), or "auto": fewer bytes.
     """
 
     mixer: str | None
     mlp: str | None
     window: int | None = None
     rope: RopeSpec | None = None
-    cp_comm_type: str = "allgather"
+    cp_comm_type: str = "auto"
 
     def unit_name(self, number: int) -> str:
         """Return the name of the unit of weights that layer `number` is; the halves of a layer are units of their own.
@@ -58,8 +59,10 @@ class LayerSpec:
 
     def with_parts(self, mixer: str | None, mlp: str | None) -> "LayerSpec":
         """Return the layer with other parts. Only mixers that attend have a window and rotary positions."""
-        if mixer is None or mixer in RECURRENT_MIXERS:
+        if mixer is None:
             return LayerSpec(mixer, mlp)
+        if mixer in RECURRENT_MIXERS:
+            return LayerSpec(mixer, mlp, cp_comm_type=self.cp_comm_type)
         return replace(self, mixer=mixer, mlp=mlp)
 
     @property

@@ -203,10 +203,11 @@ class ModelConfig:
         help="N: every N-th layer has no window; or a list, 1 for each layer with a window, as [1,1,0]*8",
     )
     cp_comm_type: tuple[str, ...] = execution(
-        ("allgather",),
+        ("auto",),
         help=(
-            "communication of context-parallel attention: allgather (keys and values) or a2a (heads); one value, or "
-            "one for each layer, or for each letter of --hybrid-layer-pattern"
+            "communication of context parallelism: a2a (heads), or allgather (keys and values; maps of states in "
+            "recurrent layers); auto: in recurrent layers what receives fewer bytes, otherwise allgather; one value, "
+            "or one for each layer, or for each letter of --hybrid-layer-pattern"
         ),
     )
     hybrid_layer_pattern: str | None = model(
@@ -700,7 +701,7 @@ class ModelConfig:
         some_windows = len({layer.window for layer in attending if layer is not None}) > 1
         cp_comm_type = self.cp_comm_type
         if len(cp_comm_type) > 1:
-            cp_comm_type = tuple("allgather" if layer is None else layer.cp_comm_type for layer in layer_of_letter)
+            cp_comm_type = tuple("auto" if layer is None else layer.cp_comm_type for layer in layer_of_letter)
         return replace(
             self,
             hybrid_layer_pattern=self.hybrid_layer_pattern or self._pattern,
@@ -742,7 +743,7 @@ class ModelConfig:
     @cached_property
     def _full_layers(self) -> tuple[LayerSpec, ...]:
         """The layers as if each had attention and an MLP or experts."""
-        cp_comm_types = tuple("a2a" if kind == "a2a" else "allgather" for kind in self.cp_comm_type)
+        cp_comm_types = tuple(kind if kind in ("auto", "a2a") else "allgather" for kind in self.cp_comm_type)
         if len(cp_comm_types) == 1:
             cp_comm_types *= self.num_layers
         elif len(cp_comm_types) == self.num_layer_values:

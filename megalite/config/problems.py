@@ -48,7 +48,7 @@ def shown(config: Config, name: str) -> str:
     """Return an option with its value; the values of a list are joined by commas.
 
     >>> shown(Config(), "cp_comm_type"), shown(Config(), "seed")
-    ('cp_comm_type=allgather', 'seed=1234')
+    ('cp_comm_type=auto', 'seed=1234')
     """
     value = value_of(config, name)
     return f"{name}={comma_separated(value) if isinstance(value, tuple) else value}"

@@ -15,6 +15,7 @@ Mixers are a registry, which plugins extend; docs/plugins.md has the interface.
 
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import nn
 
 from megalite.config.layer_spec import LayerSpec
@@ -28,6 +29,9 @@ from megalite.nn.mamba2 import Mamba2
 from megalite.nn.mlp import MLP
 from megalite.nn.moe import MoELayer
 from megalite.nn.parameter import ParamFactory, spec_of
+from megalite.nn.recurrent_heads import exchanges_heads
+from megalite.nn.recurrent_mixer import RecurrentMixer
+from megalite.nn.sequence_sharding import SequenceSharding
 
 BuildPart = Callable[[ParamFactory, str, ModelConfig, int, LayerSpec, tuple[str, ...]], nn.Module]
 
@@ -82,6 +86,23 @@ def build_moe(
 ) -> MoELayer:
     """Return the router and experts of a layer."""
     return MoELayer(make_param, name, model, layer, "shared_experts" in recomputed)
+
+
+RECURRENT_MIXERS: dict[str, type[RecurrentMixer]] = {
+    "gated_delta_net": GatedDeltaNet,
+    "kda": KimiDeltaAttention,
+    "mamba2": Mamba2,
+}
+
+
+def resolve_cp_comm_type(
+    model: ModelConfig, spec: LayerSpec, tp_size: int, sharding: SequenceSharding, dtype: torch.dtype
+) -> str:
+    """Return what the mixer of a layer exchanges over cp: "a2a" (heads) or "allgather" (keys and values, or maps)."""
+    if spec.mixer not in RECURRENT_MIXERS:
+        return "a2a" if spec.cp_comm_type == "a2a" else "allgather"
+    shape = RECURRENT_MIXERS[spec.mixer].shape_of(model, tp_size)
+    return "a2a" if exchanges_heads(spec.cp_comm_type, shape, sharding, dtype) else "allgather"
 
 
 MLPS: dict[str, BuildPart] = {"mlp": build_mlp, "moe": build_moe}

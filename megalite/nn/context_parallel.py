@@ -318,6 +318,19 @@ class _SequenceToHeads(Function):
         return _SequenceToHeads.forward(ctx, dy, *ctx.grad_args), None, None, None
 
 
+def sequence_to_heads(x_SBRc: Tensor, cp: Axis, sharding: SequenceSharding) -> Tensor:
+    """Return all tokens, in order, of this rank's channels, [T, B, c]. Collective over cp.
+
+    `x_SBRc` has the channels for each rank [S, B, cp, c] of this rank's tokens.
+    """
+    return _SequenceToHeads.apply(x_SBRc, cp, sharding, False).squeeze(2)  # type: ignore[attr-defined]
+
+
+def heads_to_sequence(x_TBhV: Tensor, cp: Axis, sharding: SequenceSharding) -> Tensor:
+    """Return this rank's tokens of all heads, [S, B, H, V], from all tokens of its heads. Collective over cp."""
+    return _SequenceToHeads.apply(x_TBhV, cp, sharding, True)  # type: ignore[return-value]
+
+
 class _SavedOutput:
     """The hooks for the tensors that attention of this rank's heads saves for backward.
 

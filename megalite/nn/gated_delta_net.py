@@ -25,7 +25,8 @@ from megalite.kernels.delta_rule import Recurrence, RecurrenceInputs
 from megalite.kernels.dispatch import accum_dtype
 from megalite.kernels.gated_norm import gated_norm
 from megalite.nn.parameter import ParamFactory
-from megalite.nn.recurrent_mixer import DECAY_RATES, RecurrentMixer
+from megalite.nn.recurrent_heads import ALL_HEADS, Channels, RecurrentShape
+from megalite.nn.recurrent_mixer import DECAY_RATES, RecurrentMixer, rows_of_heads
 from megalite.parallel.spec import Constant, Normal, ParamSpec, Uniform
 
 
@@ -36,7 +37,7 @@ class GatedDeltaNet(RecurrentMixer):
         self, make_param: ParamFactory, name: str, model: ModelConfig, layer: int, spec: LayerSpec, recompute_core: bool
     ):
         recurrence = Recurrence(scale=model.linear_key_head_dim**-0.5, normalize_qk=True)
-        super().__init__(make_param.mesh, layer, recurrence, recompute_core)
+        super().__init__(make_param.mesh, model, layer, spec, recurrence, recompute_core)
         self.eps = model.norm_epsilon
         self.key_dim = K = model.linear_key_head_dim
         self.value_dim = V = model.linear_value_head_dim
@@ -66,13 +67,29 @@ class GatedDeltaNet(RecurrentMixer):
         self.out_norm = parameter("out_norm", V, init=Constant(1.0), partial_grad_axes=("tp",), weight_decay=False)
         self.out = parameter("out", D, H * V, init=Normal(model.output_init_std), shards=((1, "tp"),))
 
+    @staticmethod
+    def shape_of(model: ModelConfig, tp_size: int) -> RecurrentShape:
+        K, V = model.linear_key_head_dim, model.linear_value_head_dim
+        return RecurrentShape(
+            heads=model.linear_num_value_heads // tp_size,
+            key_heads=max(1, model.linear_num_key_heads // tp_size),
+            key_dim=K,
+            value_dim=V,
+            map_columns=K,
+            conv_width=model.linear_conv_kernel_dim,
+            conv_channels=(Channels("key head", K), Channels("key head", K), Channels("head", V)),
+            gate_channels=((Channels("head", 1), Channels("head", 1)),),
+        )
+
     def projections(self) -> tuple[list[Tensor], Tensor, list[Tensor]]:
         return [self._own_key_heads(self.qk), self.v], self.z, [self.ba]
 
     def taps(self) -> tuple[Tensor, None]:
         return torch.cat([self._own_key_heads(self.conv_qk).flatten(0, 1), self.conv_v]), None
 
-    def recurrence_inputs(self, convolved_SBf: Tensor, gates: tuple[Tensor, ...]) -> RecurrenceInputs:
+    def recurrence_inputs(
+        self, convolved_SBf: Tensor, gates: tuple[Tensor, ...], heads: slice = ALL_HEADS
+    ) -> RecurrenceInputs:
         (gates_SBf,) = gates
         K, V = self.key_dim, self.value_dim
         dtype = accum_dtype(gates_SBf)
@@ -81,7 +98,8 @@ class GatedDeltaNet(RecurrentMixer):
         keys = (convolved_SBf.shape[-1] - values) // 2
         q, k, v = convolved_SBf.split([keys, keys, values], -1)
         q, k = (x.unflatten(-1, (-1, K)) for x in (q, k))
-        log_decay_SBh = -self.A_log.exp() * F.softplus(a_SBh + self.dt_bias)
+        A_log, dt_bias = rows_of_heads(self.A_log, heads), rows_of_heads(self.dt_bias, heads)
+        log_decay_SBh = -A_log.exp() * F.softplus(a_SBh + dt_bias)
         return RecurrenceInputs(q, k, v.unflatten(-1, (-1, V)), log_decay_SBh, b_SBh.sigmoid())
 
     def gated_norm(self, o_SBhV: Tensor, z_SBf: Tensor) -> Tensor:

@@ -27,7 +27,8 @@ from megalite.kernels.dispatch import accum_dtype
 from megalite.kernels.gated_norm import gated_norm
 from megalite.nn.linear import LOCAL, column_parallel_linear
 from megalite.nn.parameter import ParamFactory
-from megalite.nn.recurrent_mixer import DECAY_RATES, TIME_STEPS, RecurrentMixer
+from megalite.nn.recurrent_heads import ALL_HEADS, Channels, RecurrentShape
+from megalite.nn.recurrent_mixer import DECAY_RATES, TIME_STEPS, RecurrentMixer, rows_of_heads
 from megalite.parallel.spec import Constant, InverseSoftplus, Normal, ParamSpec, Uniform
 
 
@@ -38,7 +39,7 @@ class KimiDeltaAttention(RecurrentMixer):
         self, make_param: ParamFactory, name: str, model: ModelConfig, layer: int, spec: LayerSpec, recompute_core: bool
     ):
         recurrence = Recurrence(scale=model.linear_key_head_dim**-0.5, normalize_qk=True)
-        super().__init__(make_param.mesh, layer, recurrence, recompute_core)
+        super().__init__(make_param.mesh, model, layer, spec, recurrence, recompute_core)
         self.eps = model.norm_epsilon
         self.key_dim = K = model.linear_key_head_dim
         self.value_dim = V = model.linear_value_head_dim
@@ -66,20 +67,37 @@ class KimiDeltaAttention(RecurrentMixer):
         self.out_norm = parameter("out_norm", V, init=Constant(1.0), partial_grad_axes=("tp",), weight_decay=False)
         self.out = parameter("out", D, H * V, init=Normal(model.output_init_std), shards=((1, "tp"),))
 
+    @staticmethod
+    def shape_of(model: ModelConfig, tp_size: int) -> RecurrentShape:
+        K, V = model.linear_key_head_dim, model.linear_value_head_dim
+        heads = model.linear_num_value_heads // tp_size
+        return RecurrentShape(
+            heads=heads,
+            key_heads=heads,
+            key_dim=K,
+            value_dim=V,
+            map_columns=K,
+            conv_width=model.linear_conv_kernel_dim,
+            conv_channels=(Channels("head", K), Channels("head", K), Channels("head", V)),
+            gate_channels=((Channels("head", 1),), (Channels("all", V),)),
+        )
+
     def projections(self) -> tuple[list[Tensor], Tensor, list[Tensor]]:
         return [self.qk, self.v], self.z_down, [self.b, self.f_down]
 
     def taps(self) -> tuple[Tensor, None]:
         return torch.cat([self.conv_qk.flatten(0, 1), self.conv_v]), None
 
-    def recurrence_inputs(self, convolved_SBf: Tensor, gates: tuple[Tensor, ...]) -> RecurrenceInputs:
+    def recurrence_inputs(
+        self, convolved_SBf: Tensor, gates: tuple[Tensor, ...], heads: slice = ALL_HEADS
+    ) -> RecurrenceInputs:
         b_SBh, f_SBR = gates
         K, V, h = self.key_dim, self.value_dim, b_SBh.shape[-1]
         q, k, v = convolved_SBf.split([h * K, h * K, h * V], -1)
-        (f_SBf,) = column_parallel_linear(f_SBR, [self.f_up], LOCAL)
+        (f_SBf,) = column_parallel_linear(f_SBR, [rows_of_heads(self.f_up, heads, K)], LOCAL)
         dtype = accum_dtype(b_SBh)
-        steps_SBhK = F.softplus(f_SBf.to(dtype) + self.dt_bias).unflatten(-1, (h, K))
-        log_decay_SBhK = -self.A_log.exp().unsqueeze(-1) * steps_SBhK
+        steps_SBhK = F.softplus(f_SBf.to(dtype) + rows_of_heads(self.dt_bias, heads, K)).unflatten(-1, (h, K))
+        log_decay_SBhK = -rows_of_heads(self.A_log, heads).exp().unsqueeze(-1) * steps_SBhK
         q, k, v = q.unflatten(-1, (h, K)), k.unflatten(-1, (h, K)), v.unflatten(-1, (h, V))
         return RecurrenceInputs(q, k, v, log_decay_SBhK, b_SBh.to(dtype).sigmoid())
 

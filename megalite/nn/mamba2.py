@@ -26,7 +26,8 @@ from megalite.kernels.delta_rule import Recurrence, RecurrenceInputs
 from megalite.kernels.dispatch import accum_dtype
 from megalite.kernels.gated_norm import gated_norm
 from megalite.nn.parameter import ParamFactory
-from megalite.nn.recurrent_mixer import DECAY_RATES, TIME_STEPS, RecurrentMixer
+from megalite.nn.recurrent_heads import ALL_HEADS, Channels, RecurrentShape
+from megalite.nn.recurrent_mixer import DECAY_RATES, TIME_STEPS, RecurrentMixer, rows_of_heads
 from megalite.parallel.spec import Constant, InverseSoftplus, Normal, ParamSpec, Uniform
 
 CONV_WIDTH = 4  # tokens; Megatron-LM has no option for it
@@ -38,7 +39,7 @@ class Mamba2(RecurrentMixer):
     def __init__(
         self, make_param: ParamFactory, name: str, model: ModelConfig, layer: int, spec: LayerSpec, recompute_core: bool
     ):
-        super().__init__(make_param.mesh, layer, Recurrence(), recompute_core)
+        super().__init__(make_param.mesh, model, layer, spec, Recurrence(), recompute_core)
         self.eps = model.norm_epsilon
         self.head_dim = P = model.mamba_head_dim
         self.state_dim = N = model.mamba_state_dim
@@ -67,6 +68,20 @@ class Mamba2(RecurrentMixer):
         self.out_norm = parameter("out_norm", H * P, init=Constant(1.0), weight_decay=False, **by_heads)
         self.out = parameter("out", D, H * P, init=Normal(model.output_init_std), shards=((1, "tp"),))
 
+    @staticmethod
+    def shape_of(model: ModelConfig, tp_size: int) -> RecurrentShape:
+        P, N = model.mamba_head_dim, model.mamba_state_dim
+        return RecurrentShape(
+            heads=model.mamba_heads // tp_size,
+            key_heads=model.mamba_num_groups // tp_size,
+            key_dim=N,
+            value_dim=P,
+            map_columns=1,
+            conv_width=CONV_WIDTH,
+            conv_channels=(Channels("head", P), Channels("key head", N), Channels("key head", N)),
+            gate_channels=((Channels("head", 1),),),
+        )
+
     def projections(self) -> tuple[list[Tensor], Tensor, list[Tensor]]:
         return [self.x, self.bc], self.z, [self.dt]
 
@@ -74,25 +89,28 @@ class Mamba2(RecurrentMixer):
         taps = torch.cat([self.conv_x, self.conv_bc.flatten(0, 1)])
         return taps, torch.cat([self.conv_x_bias, self.conv_bc_bias.flatten()])
 
-    def recurrence_inputs(self, convolved_SBf: Tensor, gates: tuple[Tensor, ...]) -> RecurrenceInputs:
+    def recurrence_inputs(
+        self, convolved_SBf: Tensor, gates: tuple[Tensor, ...], heads: slice = ALL_HEADS
+    ) -> RecurrenceInputs:
         (gates_SBf,) = gates
-        x_SBhP, keys_SBf, queries_SBf = self._split(convolved_SBf)
-        dt_SBh = F.softplus(gates_SBf.to(accum_dtype(gates_SBf)) + self.dt_bias)
+        x_SBhP, keys_SBf, queries_SBf = self._split(convolved_SBf, gates_SBf.shape[-1])
+        dt_SBh = F.softplus(gates_SBf.to(accum_dtype(gates_SBf)) + rows_of_heads(self.dt_bias, heads))
         k, q = (x.unflatten(-1, (-1, self.state_dim)) for x in (keys_SBf, queries_SBf))
         v = (x_SBhP * dt_SBh.unsqueeze(-1)).to(x_SBhP.dtype)
-        return RecurrenceInputs(q, k, v, -self.A_log.exp() * dt_SBh, None)
+        return RecurrenceInputs(q, k, v, -rows_of_heads(self.A_log, heads).exp() * dt_SBh, None)
 
-    def add_skip(self, o_SBhV: Tensor, convolved_SBf: Tensor) -> Tensor:
-        x_SBhP, _, _ = self._split(convolved_SBf)
-        return (o_SBhV + self.D.unsqueeze(-1) * x_SBhP).to(o_SBhV.dtype)
+    def add_skip(self, o_SBhV: Tensor, convolved_SBf: Tensor, heads: slice = ALL_HEADS) -> Tensor:
+        x_SBhP, _, _ = self._split(convolved_SBf, o_SBhV.shape[2])
+        return (o_SBhV + rows_of_heads(self.D, heads).unsqueeze(-1) * x_SBhP).to(o_SBhV.dtype)
 
     def gated_norm(self, o_SBhV: Tensor, z_SBf: Tensor) -> Tensor:
         by_group = (self.num_groups, -1)
         o, z = o_SBhV.flatten(-2).unflatten(-1, by_group), z_SBf.unflatten(-1, by_group)
         return gated_norm(o, z, self.out_norm.unflatten(0, by_group), self.eps, gate_first=True).flatten(-2)
 
-    def _split(self, convolved_SBf: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x_SBhP, and B and C of all groups, [S, B, g N]."""
-        size = self.num_groups * self.state_dim
-        x_SBf, b_SBf, c_SBf = convolved_SBf.split([convolved_SBf.shape[-1] - 2 * size, size, size], -1)
+    def _split(self, convolved_SBf: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x_SBhP of the heads, and B and C of their groups, [S, B, g N]."""
+        x_width = num_heads * self.head_dim
+        width = (convolved_SBf.shape[-1] - x_width) // 2
+        x_SBf, b_SBf, c_SBf = convolved_SBf.split([x_width, width, width], -1)
         return x_SBf.unflatten(-1, (-1, self.head_dim)), b_SBf, c_SBf

@@ -4,17 +4,18 @@ A rank has ranges of a sample's positions, in any order. A range maps the state 
 affine map, S' = A S + U (kernels/delta_rule.py), which a rank computes before it knows S:
 
     positions   | range 0 | range 1 | range 2 | range 3 |      cp 2 in zigzag order: rank 0 has ranges 0 and 3
-    forward     [A | U] of own ranges  --all-gather-->  S_1 = U_0, S_2 = A_1 S_1 + U_1, ..  -> o of own ranges
-    backward    [A | dS] of own ranges, from their outputs alone  --all-gather-->  dS of later ranges, composed in
-                reverse  -> gradients of own ranges
+    forward     [A | U] of own ranges  --map_composition.py-->  S_1 = U_0, S_2 = A_1 S_1 + U_1, ..  -> o of own ranges
+    backward    [A^T | dS] of own ranges, from their outputs alone  --the same in reverse-->  dS of later ranges
+                -> gradients of own ranges
 
-Nothing else is exchanged but the last W - 1 inputs of each chunk for the convolution. Bytes that a rank receives per
-layer and micro-batch, with m ranges per rank, in forward and again in backward: (cp - 1) m B H K (K + V) 4. They are
-freed with the layer. Saved are A and the initial state of the rank's own ranges, m B H K (K + V) 4 bytes. Their matmuls
-are about as many as those of the recurrence itself, once in forward and once in backward. Without a correction
-(Mamba-2), A is diagonal, and has one column in place of K.
+Nothing else is exchanged but the last W - 1 inputs of each chunk for the convolution. Maps are freed with the layer.
+Saved are A and the initial state of the rank's own ranges, m B H K (K + V) 4 bytes with m ranges per rank. The matmuls
+of the maps are about as many as those of the recurrence itself, once in forward and once in backward. Without a
+correction (Mamba-2), A is diagonal, and has one column in place of K. Where the rank has few tokens, it is fewer bytes
+to exchange these for heads (recurrent_heads.py).
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -25,13 +26,13 @@ from torch.autograd import Function
 from megalite.kernels.delta_rule import (
     Recurrence,
     RecurrenceInputs,
-    apply_map,
     map_columns,
     recurrence_backward,
     recurrence_forward,
     recurrence_map,
     recurrence_state_grad,
 )
+from megalite.nn.map_composition import states_before
 from megalite.nn.sequence_sharding import SequenceSharding
 from megalite.parallel.comm import start_all_gather, start_reduce_scatter
 from megalite.parallel.mesh import Axis
@@ -103,7 +104,7 @@ def documents_of_range(document_start_BT: Tensor | None, positions: range, width
     return F.pad(document_start_BT, (width, 0), value=-1)[:, positions.start : positions.stop + width]
 
 
-def _range_recurrence(recurrence: Recurrence, document_start_BT: Tensor | None, positions: range) -> Recurrence:
+def range_recurrence(recurrence: Recurrence, document_start_BT: Tensor | None, positions: range) -> Recurrence:
     """Return the recurrence of a range of positions, which the state before it may belong to."""
     if document_start_BT is None:
         return recurrence
@@ -114,60 +115,22 @@ def _range_recurrence(recurrence: Recurrence, document_start_BT: Tensor | None, 
     )
 
 
-class _Ranges:
-    """The ranges of positions of all ranks, and the composition of their maps.
-
-    own   the ranges of this rank
-    all   every range in order: (its rank, its number on the rank)
-    """
-
-    def __init__(self, cp: Axis, sharding: SequenceSharding):
-        self.cp = cp
-        by_rank = [sharding.contiguous_ranges(rank) for rank in range(cp.size)]
-        self.own = by_rank[cp.rank]
-        self.max_per_rank = max(map(len, by_rank))
-        owners = {r.start: (rank, i) for rank, ranges in enumerate(by_rank) for i, r in enumerate(ranges)}
-        self.all = [owners[start] for start in sorted(owners)]
-
-    def tokens(self) -> list[slice]:
-        """Return the rank's tokens of each of its ranges."""
-        spans, start = [], 0
-        for positions in self.own:
-            spans.append(slice(start, start + len(positions)))
-            start += len(positions)
-        return spans
-
-    def all_gather(self, maps: list[Tensor]) -> Tensor:
-        """Return the maps of all ranks, [cp, ranges, ...]; a rank with fewer ranges has zeros at the end."""
-        padded = maps + [torch.zeros_like(maps[0])] * (self.max_per_rank - len(maps))
-        return start_all_gather(torch.stack(padded), self.cp).wait().unflatten(0, (self.cp.size, -1))
-
-    def compose(self, maps: list[Tensor], columns: int, inverse: bool) -> list[Tensor]:
-        """Return the state before each of the rank's ranges, or with `inverse` the gradient of the state after it.
-
-        `maps` are [A | U] with S' = A S + U, or with `inverse` [A | U] with dS = A^T dS' + U, where A has `columns`
-        columns. One column is the diagonal of A. Collective over cp.
-        """
-        gathered = self.all_gather(maps)
-        state = torch.zeros_like(maps[0][..., columns:])
-        states: dict[int, Tensor] = {}
-        for rank, i in reversed(self.all) if inverse else self.all:
-            if rank == self.cp.rank:
-                states[i] = state
-                if len(states) == len(self.own):
-                    break
-            A, U = gathered[rank, i].split([columns, state.shape[-1]], -1)
-            state = apply_map(A.mT if inverse and columns > 1 else A, U, state)
-        return [states[i] for i in range(len(self.own))]
+def _token_spans(ranges: list[range]) -> list[slice]:
+    """Return the rank's tokens of each of its ranges."""
+    stops = [*itertools.accumulate(map(len, ranges))]
+    return [slice(stop - len(positions), stop) for positions, stop in zip(ranges, stops, strict=True)]
 
 
 class _ContextParallelDeltaRule(Function):
     @staticmethod
-    def forward(ctx: Any, recurrences: list[Recurrence], ranges: _Ranges, *inputs: Tensor | None) -> Tensor:
-        parts = [RecurrenceInputs(*inputs).tokens(span) for span in ranges.tokens()]  # type: ignore[arg-type]
+    def forward(
+        ctx: Any, recurrences: list[Recurrence], cp: Axis, sharding: SequenceSharding, *inputs: Tensor | None
+    ) -> Tensor:
+        spans = _token_spans(sharding.contiguous_ranges(cp.rank))
+        parts = [RecurrenceInputs(*inputs).tokens(span) for span in spans]  # type: ignore[arg-type]
         maps = [recurrence_map(*part) for part in zip(parts, recurrences, strict=True)]
         columns = map_columns(parts[0])
-        initial_states = ranges.compose(maps, columns, inverse=False)
+        initial_states = states_before(maps, columns, sharding.range_ranks(), cp)
         own_products = torch.stack([x[..., :columns] for x in maps])
         del maps
         outputs, group_states = [], []
@@ -175,28 +138,30 @@ class _ContextParallelDeltaRule(Function):
             o, _, states = recurrence_forward(part, recurrence, state)
             outputs.append(o)
             group_states.append(states)
-        ctx.recurrences, ctx.ranges = recurrences, ranges
+        ctx.recurrences, ctx.cp, ctx.sharding, ctx.spans = recurrences, cp, sharding, spans
         ctx.save_for_backward(own_products, *group_states, *inputs)
         return torch.cat(outputs)
 
     @staticmethod
     def backward(ctx: Any, do_SBHV: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        ranges, n = ctx.ranges, len(ctx.ranges.own)
+        spans, n = ctx.spans, len(ctx.spans)
         own_products, *saved = ctx.saved_tensors
         group_states, inputs = saved[:n], RecurrenceInputs(*saved[n:])
-        spans = ranges.tokens()
         parts = [(inputs.tokens(span), recurrence) for span, recurrence in zip(spans, ctx.recurrences, strict=True)]
+        columns = own_products.shape[-1]
+        # dS = A^T dS' + what comes from the outputs of the range, from the last range to the first
+        transposed = own_products if columns == 1 else own_products.mT
         maps = [
             torch.cat([A, recurrence_state_grad(*part, do_SBHV[span])], -1)
-            for A, part, span in zip(own_products, parts, spans, strict=True)
+            for A, part, span in zip(transposed, parts, spans, strict=True)
         ]
-        dstates = ranges.compose(maps, own_products.shape[-1], inverse=True)
+        dstates = states_before(maps[::-1], columns, ctx.sharding.range_ranks()[::-1], ctx.cp)[::-1]
         del maps
         grads = [
             recurrence_backward(*part, states, do_SBHV[span], dstate)[0]
             for part, states, span, dstate in zip(parts, group_states, spans, dstates, strict=True)
         ]
-        return None, None, *(None if x[0] is None else torch.cat(x) for x in zip(*grads, strict=True))  # type: ignore[arg-type]
+        return None, None, None, *(None if x[0] is None else torch.cat(x) for x in zip(*grads, strict=True))  # type: ignore[arg-type]
 
 
 def context_parallel_delta_rule(
@@ -215,6 +180,6 @@ def context_parallel_delta_rule(
         cp: The axis.
         sharding: The sharding of the samples.
     """
-    ranges = _Ranges(cp, sharding)
-    recurrences = [_range_recurrence(recurrence, document_start_BT, positions) for positions in ranges.own]
-    return _ContextParallelDeltaRule.apply(recurrences, ranges, *inputs)  # type: ignore[return-value]
+    ranges = sharding.contiguous_ranges(cp.rank)
+    recurrences = [range_recurrence(recurrence, document_start_BT, positions) for positions in ranges]
+    return _ContextParallelDeltaRule.apply(recurrences, cp, sharding, *inputs)  # type: ignore[return-value]

@@ -4,16 +4,19 @@
     o, z -> gated norm @ W --scatter--> y_sBD
 
 A mixer is a subclass with its parameters and the inputs of its recurrence (kernels/delta_rule.py). Context parallelism
-exchanges affine maps of states (recurrent_context_parallel.py). Generation keeps the state and the last W - 1 inputs
-of the convolution, whatever the number of tokens.
+exchanges affine maps of states (recurrent_context_parallel.py), or tokens for heads (recurrent_heads.py). Generation
+keeps the state and the last W - 1 inputs of the convolution, whatever the number of tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from megalite.config.layer_spec import LayerSpec
+from megalite.config.options import ModelConfig
 from megalite.kernels.delta_rule import Recurrence, RecurrenceInputs, delta_rule
 from megalite.kernels.short_conv import short_conv
 from megalite.nn.linear import column_parallel_linear, row_parallel_linear
@@ -21,15 +24,26 @@ from megalite.nn.micro_batch import Batch, ForwardContext, MixerCache
 from megalite.nn.parameter import shapes
 from megalite.nn.recompute import checkpoint_without_output, recompute
 from megalite.nn.recurrent_context_parallel import context_parallel_delta_rule, documents_of_range, earlier_tokens
+from megalite.nn.recurrent_heads import ALL_HEADS, HeadExchange, RecurrentShape, exchanges_heads
+from megalite.nn.sequence_sharding import SequenceSharding
 from megalite.parallel.mesh import Mesh
 
 DECAY_RATES = (1.0, 16.0)  # the range of initial decay rates exp(A_log), as in Megatron-LM
 TIME_STEPS = (0.001, 0.1)  # the range of initial time steps softplus(dt_bias), if they are drawn; also as there
 
 
+def rows_of_heads(weight: Tensor, heads: slice, rows_per_head: int = 1) -> Tensor:
+    """Return the rows of some heads. For all of them this is the weight itself, which may have a main_grad."""
+    if heads == ALL_HEADS:
+        return weight
+    return weight[heads.start * rows_per_head : heads.stop * rows_per_head]
+
+
 class RecurrentMixer(nn.Module):
     """A recurrence of one layer.
 
+    shape           heads and channels on this tensor-parallel rank
+    cp_comm_type    what context parallelism exchanges: "a2a" (heads), "allgather" (maps of states) or "auto"
     recurrence      scale of queries and their norm; its documents are not read
     recompute_core  recompute convolution, gates and recurrence in backward
     out             the row-parallel weight [D, f], which the subclass creates
@@ -37,15 +51,24 @@ class RecurrentMixer(nn.Module):
 
     out: nn.Parameter
 
-    def __init__(self, mesh: Mesh, layer: int, recurrence: Recurrence, recompute_core: bool):
+    def __init__(
+        self, mesh: Mesh, model: ModelConfig, layer: int, spec: LayerSpec, recurrence: Recurrence, recompute_core: bool
+    ):
         super().__init__()
         self.tp, self.cp = mesh.tp, mesh.cp
         self.layer = layer
+        self.shape = self.shape_of(model, self.tp.size)
+        self.cp_comm_type = spec.cp_comm_type
         self.recurrence = recurrence
         self.recompute_core = recompute_core
 
     def extra_repr(self) -> str:
         return shapes(self)
+
+    @staticmethod
+    def shape_of(model: ModelConfig, tp_size: int) -> RecurrentShape:
+        """Return heads and channels on a rank; the channels are in the order of `projections`."""
+        raise NotImplementedError
 
     def projections(self) -> tuple[list[Tensor], Tensor, list[Tensor]]:
         """Return the column-parallel weights: of the convolved channels, in their order, of z, and of the gates."""
@@ -55,11 +78,19 @@ class RecurrentMixer(nn.Module):
         """Return the taps [C, W] of this rank's convolved channels and their biases [C]; None: they have none."""
         raise NotImplementedError
 
-    def recurrence_inputs(self, convolved_SBf: Tensor, gates: tuple[Tensor, ...]) -> RecurrenceInputs:
-        """Return the inputs of the recurrence, given the channels after the convolution and the gates [S, B, f]."""
+    def recurrence_inputs(
+        self, convolved_SBf: Tensor, gates: tuple[Tensor, ...], heads: slice = ALL_HEADS
+    ) -> RecurrenceInputs:
+        """Return the inputs of the recurrence.
+
+        Args:
+            convolved_SBf: The channels of some heads after the convolution.
+            gates: Their gates [S, B, f].
+            heads: These value heads among those of this rank's parameters.
+        """
         raise NotImplementedError
 
-    def add_skip(self, o_SBhV: Tensor, convolved_SBf: Tensor) -> Tensor:
+    def add_skip(self, o_SBhV: Tensor, convolved_SBf: Tensor, heads: slice = ALL_HEADS) -> Tensor:
         """Return the output of the recurrence plus what passes by it: nothing."""
         return o_SBhV
 
@@ -79,29 +110,56 @@ class RecurrentMixer(nn.Module):
         num_convolved = len(conv_weights)
         conv_input_SBf = torch.cat(projected[:num_convolved], -1)
         z_SBf, *gates = projected[num_convolved:]
-        if ctx.cache is not None:
-            core = partial(self._cached_core, cache=ctx.cache)
-        else:
-            core = partial(self._core, batch=batch)
+        exchange = self._head_exchange(batch, conv_input_SBf.dtype)
+        if exchange is not None:
+            conv_input_SBf, *gates = exchange.to_heads([conv_input_SBf, *gates])
+        core = self._select_core(batch, ctx, exchange)
         is_recomputed = self.recompute_core and self.training
         o_SBhV = recompute(core, conv_input_SBf, *gates) if is_recomputed else core(conv_input_SBf, *gates)
+        if exchange is not None:
+            o_SBhV = exchange.to_tokens(o_SBhV)
         gated = partial(self.gated_norm, o_SBhV, self.output_gate(z_SBf))
         return checkpoint_without_output(
             gated, partial(row_parallel_linear, weight_Df=self.out, tp=self.tp, wgrad_store=ctx.wgrad_store)
         )
 
-    def _core(self, conv_input_SBf: Tensor, *gates: Tensor, batch: Batch) -> Tensor:
-        """Return o_SBhV of complete samples, or of this rank's part of samples that are sharded over cp."""
+    def _head_exchange(self, batch: Batch, dtype: torch.dtype) -> HeadExchange | None:
+        """Return the exchange of tokens for heads; None: there is none."""
+        sharding = batch.cp_sharding
+        if sharding is None or not exchanges_heads(self.cp_comm_type, self.shape, sharding, dtype):
+            return None
+        return HeadExchange(self.shape, self.cp, sharding)
+
+    def _select_core(self, batch: Batch, ctx: ForwardContext, exchange: HeadExchange | None) -> Callable[..., Tensor]:
+        """Return the function from the inputs of the convolution and the gates to o_SBhV."""
+        if ctx.cache is not None:
+            return partial(self._cached_core, cache=ctx.cache)
+        if batch.cp_sharding is None or exchange is not None:
+            return partial(self._core, batch=batch, exchange=exchange)
+        return partial(self._core_of_ranges, batch=batch, sharding=batch.cp_sharding)
+
+    def _core(self, conv_input_SBf: Tensor, *gates: Tensor, batch: Batch, exchange: HeadExchange | None) -> Tensor:
+        """Return o_SBhV of complete samples; after an exchange, of some of the heads."""
+        document_start = None if batch.documents is None else batch.documents.document_start_BS
+        heads = ALL_HEADS
+        taps, bias = self.taps()
+        if exchange is not None:
+            heads = exchange.value_heads
+            taps, bias = exchange.own_rows(taps), None if bias is None else exchange.own_rows(bias)
+        convolved_SBf = short_conv(conv_input_SBf, taps, document_start, bias_C=bias)
+        recurrence = replace(self.recurrence, documents_BS=document_start)
+        o_SBhV, _ = delta_rule(self.recurrence_inputs(convolved_SBf, gates, heads), recurrence)
+        return self.add_skip(o_SBhV, convolved_SBf, heads)
+
+    def _core_of_ranges(
+        self, conv_input_SBf: Tensor, *gates: Tensor, batch: Batch, sharding: SequenceSharding
+    ) -> Tensor:
+        """Return o_SBhV of this rank's ranges of samples that are sharded over cp. Collective over cp."""
         document_start = None if batch.documents is None else batch.documents.document_start_BS
         taps, bias = self.taps()
-        if batch.cp_sharding is None:
-            convolved_SBf = short_conv(conv_input_SBf, taps, document_start, bias_C=bias)
-            recurrence = replace(self.recurrence, documents_BS=document_start)
-            o_SBhV, _ = delta_rule(self.recurrence_inputs(convolved_SBf, gates), recurrence)
-            return self.add_skip(o_SBhV, convolved_SBf)
         width = taps.shape[1] - 1
-        ranges = batch.cp_sharding.contiguous_ranges(self.cp.rank)
-        earlier = earlier_tokens(conv_input_SBf, width, self.cp, batch.cp_sharding)
+        ranges = sharding.contiguous_ranges(self.cp.rank)
+        earlier = earlier_tokens(conv_input_SBf, width, self.cp, sharding)
         parts = conv_input_SBf.split([len(positions) for positions in ranges])
         outputs = [
             short_conv(part, taps, documents_of_range(document_start, positions, width), earlier_TBC, bias)
@@ -109,7 +167,7 @@ class RecurrentMixer(nn.Module):
         ]
         convolved_SBf = torch.cat(outputs)
         inputs = self.recurrence_inputs(convolved_SBf, gates)
-        o_SBhV = context_parallel_delta_rule(inputs, self.recurrence, document_start, self.cp, batch.cp_sharding)
+        o_SBhV = context_parallel_delta_rule(inputs, self.recurrence, document_start, self.cp, sharding)
         return self.add_skip(o_SBhV, convolved_SBf)
 
     def _cached_core(self, conv_input_SBf: Tensor, *gates: Tensor, cache: MixerCache) -> Tensor:

@@ -56,6 +56,19 @@ class SequenceSharding:
                 ranges.append(range(start, end))
         return ranges
 
+    def range_ranks(self) -> list[int]:
+        """Return the rank of each range of `contiguous_ranges`, in the order of their positions.
+
+        >>> shard_sequence(64, 4, [None]).range_ranks(), shard_sequence(64, 4, []).range_ranks()
+        ([0, 1, 2, 3, 2, 1, 0], [0, 1, 2, 3])
+        """
+        rank_of_start = {
+            positions.start: rank
+            for rank in range(len(self.seq_chunks_by_rank))
+            for positions in self.contiguous_ranges(rank)
+        }
+        return [rank_of_start[start] for start in sorted(rank_of_start)]
+
     def visible_keys(self, queries: range, window: int | None) -> range:
         """Return the positions of the keys that some query of these chunks sees, in any sample."""
         start = self.first_visible[queries.start // self.seq_chunk_size]

@@ -18,6 +18,7 @@ from megalite.models.gpt import Block, LMHead, RecomputeConfig, build_mtp_layer
 from megalite.models.mtp import MTPEmbedding
 from megalite.nn.activation_offload import ActivationOffload
 from megalite.nn.embedding import Embedding, vocab_spec
+from megalite.nn.map_composition import heaviest_receiver
 from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.norm import Norm
 from megalite.nn.parameter import ParamFactory, call_unit
@@ -57,7 +58,7 @@ def layer_kinds(model: ModelConfig) -> tuple[LayerKind, ...]:
         rotary_local_base=None,
         mtp_num_layers=None,
         moe_layer_freq="1",
-        cp_comm_type=("allgather",),
+        cp_comm_type=("auto",),
         experimental_attention_variant=None,
         linear_attention_freq=None,
     )
@@ -94,9 +95,14 @@ class LayerSetting:
     def cp(self) -> int:
         return len(self.cp_sharding.seq_chunks_by_rank) if self.cp_sharding else 1
 
-    def param_factory(self, recorder: CostRecorder, window: int | None = None) -> ParamFactory:
-        """Return the factory of the cp rank that receives the most in a layer with this attention window."""
-        cp_rank = self.cp_sharding.heaviest_receiver(window) if self.cp_sharding else 0
+    def param_factory(self, recorder: CostRecorder, spec: LayerSpec | None = None) -> ParamFactory:
+        """Return the factory of the cp rank that receives the most in a layer with this spec."""
+        cp_rank = 0
+        if self.cp_sharding is not None and spec is not None:
+            if spec.is_recurrent:
+                cp_rank = heaviest_receiver(self.cp_sharding.range_ranks())
+            else:
+                cp_rank = self.cp_sharding.heaviest_receiver(spec.window)
         mesh = recorder.mesh(self.tp, self.cp, self.ep, self.etp, cp_rank=cp_rank)
         return ParamFactory(mesh, self.dtype, 0, meta=True)
 
@@ -150,7 +156,7 @@ def _layers_cost(
     recorder = CostRecorder()
     first = kinds[0]
     mixers = [kind.spec for kind in kinds if kind.spec.mixer is not None]
-    make_param = setting.param_factory(recorder, mixers[0].window if mixers else None)
+    make_param = setting.param_factory(recorder, mixers[0] if mixers else None)
     blocks = [
         recorder.exclude_params(Block(make_param, kind.model, 0, kind.spec, setting.recompute_modules))
         for kind in kinds
@@ -263,8 +269,8 @@ def mtp_layer_cost(model: ModelConfig, setting: LayerSetting, full_recompute: bo
         full_recompute: Only the inputs of the depth are saved, and backward recomputes it.
     """
     recorder = CostRecorder()
-    window = next((spec.window for spec in model.mtp_layers if spec.mixer is not None), None)
-    make_param = setting.param_factory(recorder, window)
+    mixer = next((spec for spec in model.mtp_layers if spec.mixer is not None), None)
+    make_param = setting.param_factory(recorder, mixer)
     numbers = model.mtp_layer_numbers[0]
     layer = recorder.exclude_params(build_mtp_layer(make_param, model, numbers, setting.recompute_modules))
     wgrad_store = WeightGradStore() if setting.split_backward else None

@@ -22,7 +22,7 @@ from megalite.data.datasets.batches import Batches, MicroBatch
 from megalite.kernels.delta_rule import Recurrence
 from megalite.models import gpt
 from megalite.models.gpt import Stage
-from megalite.nn import context_parallel, linear, moe, recurrent_context_parallel, recurrent_mixer
+from megalite.nn import context_parallel, linear, map_composition, moe, recurrent_context_parallel, recurrent_mixer
 from megalite.nn.attention import Attention
 from megalite.nn.context_parallel import ContextParallelAttention
 from megalite.nn.embedding import Embedding
@@ -31,6 +31,7 @@ from megalite.nn.kimi_delta_attention import KimiDeltaAttention
 from megalite.nn.mamba2 import Mamba2
 from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.parameter import spec_of
+from megalite.nn.recurrent_heads import HeadExchange
 from megalite.nn.router import Router
 from megalite.optim.distributed_optimizer import DistributedOptimizer, OptimizerBucket
 from megalite.optim.zero import grad_bucket, param_bucket, sync
@@ -62,6 +63,7 @@ DELTA = f"""{LLAMA} --experimental-attention-variant gated_delta_net --linear-at
  --linear-num-key-heads 8 --linear-num-value-heads 16 --linear-key-head-dim 64 --linear-value-head-dim 64"""
 KIMI = f"""{LLAMA} --experimental-attention-variant kda --linear-attention-freq [1,0] --linear-num-key-heads 16
  --linear-num-value-heads 16 --linear-key-head-dim 64 --linear-value-head-dim 64"""
+MAPS = "--cp-comm-type allgather"
 MAMBA = f"{LLAMA} --hybrid-layer-pattern M-*- --mamba-num-groups 4"
 DEPTHS = "--mtp-num-layers 2"
 LLAMA2_70B = "--preset llama2-70b --micro-batch-size 1 --global-batch-size 32 --train-iters 9 --lr 3e-4 --mock-data"
@@ -440,8 +442,8 @@ def gradient_of_the_gated_norm_is_not_summed_over_tp(init: Any, mixer: GatedDelt
 
 @mistake(
     recurrent_context_parallel,
-    "_range_recurrence",
-    flags=f"{DELTA} {CP} --reset-attention-mask",
+    "range_recurrence",
+    flags=f"{DELTA} {CP} {MAPS} --reset-attention-mask",
     first={"kind": "forward", "step": 1, "name": "layers.0.gated_delta_net", "layer": 0},
 )
 def state_crosses_the_borders_of_documents(_: Any, recurrence: Recurrence, *args: Any) -> Recurrence:
@@ -451,7 +453,7 @@ def state_crosses_the_borders_of_documents(_: Any, recurrence: Recurrence, *args
 @mistake(
     recurrent_mixer,
     "earlier_tokens",
-    flags=f"{DELTA} {CP}",
+    flags=f"{DELTA} {CP} {MAPS}",
     first={"kind": "forward", "step": 1, "name": "layers.0.gated_delta_net", "layer": 0},
 )
 def convolution_starts_afresh_at_each_range(earlier_tokens: Any, *args: Any) -> tuple[Tensor, ...]:
@@ -459,14 +461,26 @@ def convolution_starts_afresh_at_each_range(earlier_tokens: Any, *args: Any) -> 
 
 
 @mistake(
-    recurrent_context_parallel._Ranges,
-    "__init__",
-    flags=f"{DELTA} {CP}",
+    recurrent_context_parallel,
+    "states_before",
+    flags=f"{DELTA} {CP} {MAPS}",
     first={"kind": "forward", "step": 1, "name": "layers.0.gated_delta_net", "layer": 0},
 )
-def state_passes_through_ranges_in_the_order_of_the_ranks(init: Any, ranges: Any, *args: Any) -> None:
-    init(ranges, *args)
-    ranges.all = sorted(ranges.all)
+def state_passes_through_ranges_in_the_order_of_the_ranks(
+    states_before: Any, maps: list[Tensor], columns: int, ranks: list[int], cp: Any
+) -> list[Tensor]:
+    return states_before(maps, columns, sorted(ranks), cp)
+
+
+@mistake(
+    HeadExchange,
+    "own_rows",
+    flags=f"{DELTA} {CP} --cp-comm-type a2a",
+    first={"kind": "forward", "step": 1, "name": "layers.0.gated_delta_net", "layer": 0},
+)
+def convolution_of_another_ranks_heads(own_rows: Any, exchange: HeadExchange, weight: Tensor) -> Tensor:
+    other = replace(exchange, cp=replace(exchange.cp, rank=0))
+    return own_rows(other, weight)
 
 
 @mistake(
@@ -504,9 +518,9 @@ def norm_of_a_group_spans_the_channels_of_the_rank(init: Any, mixer: Mamba2, *ar
 
 
 @mistake(
-    recurrent_context_parallel,
+    map_composition,
     "apply_map",
-    flags=f"{MAMBA} {CP}",
+    flags=f"{MAMBA} {CP} {MAPS}",
     first={"kind": "forward", "step": 1, "name": "layers.0.mamba2", "layer": 0},
 )
 def state_does_not_decay_across_a_range(_: Any, A: Tensor, U: Tensor, state: Tensor) -> Tensor:

@@ -301,9 +301,7 @@ def test_explicit_option_wins_over_the_checkpoint_or_is_refused(name: str, sourc
     base_model = apply_model(config_with(source, "seed", 7, tmp_path), CHECKPOINT_MODEL, "it").model
     assert getattr(base_model, name) == (default if spec.resume == EXECUTION else other_value(name))
     equal_model = apply_model(config_with(source, name, other_value(name), tmp_path), CHECKPOINT_MODEL, "it").model
-    assert equal_model == (
-        replace(CHECKPOINT_MODEL, cp_comm_type=("a2a",) if name == "cp_comm_type" else ("allgather",))
-    )
+    assert equal_model == (replace(CHECKPOINT_MODEL, cp_comm_type=("a2a",) if name == "cp_comm_type" else ("auto",)))
     if default is None or spec.required:
         return
     config = config_with(source, name, default, tmp_path)

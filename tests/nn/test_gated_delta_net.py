@@ -9,6 +9,7 @@ from recurrent_cases import (
     B,
     assert_gradients_in_fp32_are_close,
     collectives,
+    collectives_of_heads,
     collectives_of_maps,
     collectives_of_one_gather,
     compare_with_transformers,
@@ -113,8 +114,42 @@ def test_tensor_parallelism_gathers_once_for_four_weights() -> None:
 
 
 @pytest.mark.parametrize("cp,tp", [(2, 1), (4, 2), (8, 1)])
-def test_context_parallelism_gathers_maps_of_states(cp: int, tp: int) -> None:
+def test_context_parallelism_scans_maps_of_states(cp: int, tp: int) -> None:
     """All layers are recurrent, so each rank has one range of positions; three tokens precede its two chunks."""
-    maps = 4 * cp * HEADS // tp * 128 * (128 + 128)
+    maps, states = (4 * HEADS // tp * 128 * channels for channels in (128 + 128, 128))
     borders = 2 * 2 * cp * 3 * (2 * KEYS + VALUES) // tp
-    assert collectives(layer_cost(QWEN3_NEXT, cp=cp, tp=tp), "cp") == collectives_of_maps(maps, borders)
+    cost = layer_cost(f"{QWEN3_NEXT} --cp-comm-type allgather", cp=cp, tp=tp)
+    assert collectives(cost, "cp") == collectives_of_maps(cp, maps, states, borders)
+
+
+@pytest.mark.parametrize("cp,tp,keys_per_rank", [(2, 1, 8), (8, 1, 2), (4, 2, 2), (8, 2, 1), (8, 4, 1), (16, 2, 1)])
+def test_context_parallelism_exchanges_tokens_for_heads(cp: int, tp: int, keys_per_rank: int) -> None:
+    """Two ranks share each key head in the last two cases."""
+    heads = HEADS // (cp * tp)
+    channels = 2 * keys_per_rank * 128 + heads * 128 + 2 * heads
+    cost = layer_cost(f"{QWEN3_NEXT} --cp-comm-type a2a", cp=cp, tp=tp)
+    assert collectives(cost, "cp") == collectives_of_heads(2 * LENGTH * channels, 2 * LENGTH * heads * 128)
+
+
+@pytest.mark.parametrize("recompute_modules", [(), ("gdn",)])
+def test_heads_save_what_tokens_do_and_are_exchanged_once(recompute_modules: tuple[str, ...]) -> None:
+    """Also if the recurrence is recomputed, because the exchange is not part of it."""
+    flags = f"{QWEN3_NEXT} --cp-comm-type a2a"
+    cost, single = (layer_cost(flags, cp=cp, recompute_modules=recompute_modules) for cp in (8, 1))
+    assert sum(collectives(cost, "cp").values()) == 4
+    assert cost.saved_bytes == pytest.approx(single.saved_bytes / 8, rel=0.01)
+    assert cost.flops[0] == pytest.approx(single.flops[0] / 8, rel=0.01)
+
+
+@pytest.mark.parametrize("cp", [2, 4, 8, 32])
+def test_heads_are_exchanged_by_default_where_they_are_fewer_bytes(cp: int) -> None:
+    """Compare the bytes that a rank receives per sample, by the formulas in nn/recurrent_heads.py."""
+    heads, keys = HEADS // cp, max(1, 16 // cp)
+    states = HEADS * 128 * 128 * 4 * (2 * (cp.bit_length() - 1) - 1)  # a map is two states; the last one is a state
+    borders = 2 * (cp - 1) * 2 * 3 * (2 * KEYS + VALUES)
+    bytes_per_token = 2 * (cp - 1) * (2 * keys * 128 + 2 * heads * 128 + 2 * heads)
+    limit = (states + borders) // bytes_per_token // 8 * 8
+    for num_tokens, is_heads in ((limit, True), (limit + 8, False)):
+        cost = layer_cost(f"{QWEN3_NEXT} --seq-length {cp * num_tokens}", cp=cp)
+        gathers_borders = "all-gather" in {name for _, name, _ in collectives(cost, "cp")}
+        assert gathers_borders != is_heads, num_tokens

@@ -11,6 +11,7 @@ from recurrent_cases import (
     B,
     assert_gradients_in_fp32_are_close,
     collectives,
+    collectives_of_heads,
     collectives_of_maps,
     collectives_of_one_gather,
     compare_with_transformers,
@@ -123,7 +124,17 @@ def test_tensor_parallelism_gathers_once_for_five_weights() -> None:
 
 
 @pytest.mark.parametrize("cp,tp", [(2, 1), (4, 2)])
-def test_context_parallelism_gathers_maps_of_states(cp: int, tp: int) -> None:
-    maps = 4 * cp * HEADS // tp * 128 * (128 + 128)
+def test_context_parallelism_scans_maps_of_states(cp: int, tp: int) -> None:
+    maps, states = (4 * HEADS // tp * 128 * channels for channels in (128 + 128, 128))
     borders = 2 * 2 * cp * 3 * 3 * WIDTH // tp
-    assert collectives(layer_cost(KIMI_LINEAR, cp=cp, tp=tp), "cp") == collectives_of_maps(maps, borders)
+    cost = layer_cost(f"{KIMI_LINEAR} --cp-comm-type allgather", cp=cp, tp=tp)
+    assert collectives(cost, "cp") == collectives_of_maps(cp, maps, states, borders)
+
+
+@pytest.mark.parametrize("cp,tp", [(2, 1), (4, 2)])
+def test_context_parallelism_exchanges_tokens_for_heads(cp: int, tp: int) -> None:
+    """Every rank gets the 128 channels of the first product of the decay."""
+    heads = HEADS // (cp * tp)
+    channels = 3 * heads * 128 + heads + 128
+    cost = layer_cost(f"{KIMI_LINEAR} --cp-comm-type a2a", cp=cp, tp=tp)
+    assert collectives(cost, "cp") == collectives_of_heads(2 * LENGTH * channels, 2 * LENGTH * heads * 128)

@@ -10,6 +10,7 @@ import torch
 from recurrent_cases import (
     B,
     collectives,
+    collectives_of_heads,
     collectives_of_maps,
     collectives_of_one_gather,
     compare_with_transformers,
@@ -118,12 +119,22 @@ def test_flops_equal_the_formula() -> None:
 
 
 @pytest.mark.parametrize("cp,tp", [(2, 1), (4, 2), (8, 1)])
-def test_context_parallelism_gathers_one_column_for_a_diagonal_map(cp: int, tp: int) -> None:
+def test_context_parallelism_exchanges_one_column_for_a_diagonal_map(cp: int, tp: int) -> None:
     """All layers are recurrent, so each rank has one range of positions; three tokens precede its two chunks."""
-    maps = 4 * cp * HEADS // tp * STATE * (1 + CHANNELS)
+    maps, states = (4 * HEADS // tp * STATE * channels for channels in (1 + CHANNELS, CHANNELS))
     borders = 2 * 2 * cp * 3 * CONVOLVED // tp
-    assert collectives(layer_cost(NEMOTRON_H_8B, cp=cp, tp=tp), "cp") == collectives_of_maps(maps, borders)
+    cost = layer_cost(f"{NEMOTRON_H_8B} --cp-comm-type allgather", cp=cp, tp=tp)
+    assert collectives(cost, "cp") == collectives_of_maps(cp, maps, states, borders)
 
 
 def test_tensor_parallelism_gathers_once_for_four_weights() -> None:
     assert collectives(layer_cost(NEMOTRON_H_8B, tp=8), "tp") == collectives_of_one_gather(2 * LENGTH * HIDDEN)
+
+
+@pytest.mark.parametrize("cp,tp,groups_per_rank", [(2, 1, 4), (4, 2, 1), (8, 1, 1), (8, 2, 1), (16, 8, 1)])
+def test_context_parallelism_exchanges_tokens_for_heads(cp: int, tp: int, groups_per_rank: int) -> None:
+    """Several ranks share each group in the last two cases."""
+    heads = HEADS // (cp * tp)
+    channels = heads * CHANNELS + 2 * groups_per_rank * STATE + heads
+    cost = layer_cost(f"{NEMOTRON_H_8B} --cp-comm-type a2a", cp=cp, tp=tp)
+    assert collectives(cost, "cp") == collectives_of_heads(2 * LENGTH * channels, 2 * LENGTH * heads * CHANNELS)

@@ -1,6 +1,6 @@
 """The rows of tests/layouts/layouts.toml, and the models, flags and bounds that tests of layouts share."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
@@ -88,12 +88,26 @@ COVERING_LATENT_ROWS = cover(
         "compressed queries": "--q-lora-rank" in row.args,
     },
 )
-RECURRENT_ROWS = read_rows("recurrent")
+
+
+def with_comm_types(rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield each row, and those with context parallelism with maps of states, and with heads where cp divides them."""
+    for row in rows:
+        cp = int(row.value("--context-parallel-size", "1"))
+        if cp == 1 or "--cp-comm-type" in row.args:
+            yield row
+            continue
+        yield replace(row, name=f"{row.name}, maps", layout=f"{row.layout} {expand('MAPS')}")
+        if cp * row.sizes[0] <= 4:  # all models have four heads
+            yield replace(row, name=f"{row.name}, heads", layout=f"{row.layout} {expand('A2A')}")
+
+
+RECURRENT_ROWS = [*with_comm_types(read_rows("recurrent"))]
 COVERING_RECURRENT_ROWS = cover(
     RECURRENT_ROWS,
     lambda row: {
         **features(row),
-        "cp": row.value("--context-parallel-size", "1"),
+        "cp": (row.value("--context-parallel-size", "1"), row.value("--cp-comm-type", "")),
         "recomputed": not {"gdn", "kda", "mamba"}.isdisjoint(row.args),
         "replicated keys": row.sizes[0] == 4,
         "mixer": next((name for name in ("kda", "mamba") if row.name.startswith(name)), "gdn"),

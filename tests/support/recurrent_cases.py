@@ -140,11 +140,21 @@ def collectives_of_one_gather(num_bytes: int) -> dict[Any, int]:
     }
 
 
-def collectives_of_maps(maps: int, borders: int) -> dict[Any, int]:
-    """Return the collectives over cp of a layer that gathers maps of states and border tokens of these bytes."""
-    return {
-        ("F", "all-gather", borders): 1,
-        ("F", "all-gather", maps): 1,
-        ("B", "all-gather", maps): 1,
-        ("B", "reduce-scatter", borders): 1,
-    }
+def collectives_of_maps(cp: int, map_bytes: int, state_bytes: int, borders: int) -> dict[Any, int]:
+    """Return the collectives over cp of a layer that scans maps of states and gathers border tokens of these bytes.
+
+    Each rank has one range, and cp is a power of two. A rank in the middle exchanges maps, and in the last round a
+    state.
+    """
+    num_rounds = cp.bit_length() - 1
+    expected = {("F", "all-gather", borders): 1, ("B", "reduce-scatter", borders): 1}
+    for phase in "FB":
+        expected[phase, "all-to-all", state_bytes] = 1
+        if num_rounds > 1:
+            expected[phase, "all-to-all", map_bytes] = num_rounds - 1
+    return expected
+
+
+def collectives_of_heads(to_heads: int, to_tokens: int) -> dict[Any, int]:
+    """Return the collectives over cp of a layer that exchanges tokens for heads, and outputs for tokens."""
+    return {(phase, "all-to-all", num_bytes): 1 for phase in "FB" for num_bytes in (to_heads, to_tokens)}

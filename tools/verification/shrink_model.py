@@ -6,9 +6,13 @@ from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
+import torch
+
 from megalite.config.hybrid_pattern import DEPTH, MLP_LETTERS, RECURRENT_LETTERS, without_borders
 from megalite.config.option_parsers import format_layer_pattern, parse_layer_pattern
 from megalite.config.options import Config, ModelConfig
+from megalite.models.layers import resolve_cp_comm_type
+from megalite.planning.layer_kinds import single_document_sharding
 from tools.verification.kv_sharing import KVSharing
 from tools.verification.reference_sharding import Layout
 from tools.verification.shrink_stages import SmallStages
@@ -49,7 +53,7 @@ def shrink_model(config: Config, requested: Layout, layout: Layout, stages: Smal
         max_position_embeddings=seq_length if model.max_positions == model.seq_length else 2 * seq_length,
         make_vocab_size_divisible_by=min(model.make_vocab_size_divisible_by, 8),
         window_size=window_size,
-        cp_comm_type=("allgather",),
+        cp_comm_type=("auto",),
         yarn_original_max_position_embeddings=min(model.yarn_original_max_position_embeddings, seq_length // 2),
         init_method_std=max(model.init_method_std, hidden_size**-0.5),
     )
@@ -59,18 +63,19 @@ def shrink_model(config: Config, requested: Layout, layout: Layout, stages: Smal
     if stages.pattern is not None:
         _, depth, depths = (model.hybrid_layer_pattern or "").partition(DEPTH)
         changes["hybrid_layer_pattern"] = stages.pattern + depth + depths
-        changes |= _shrink_letter_options(model, stages.pattern)
+        changes |= _shrink_letter_options(config, requested, stages.pattern)
     else:
         for name in ("window_attn_skip_freq", "no_rope_freq", "linear_attention_freq"):
             changes[name] = _shrink_pattern(getattr(model, name), model.num_layers, stages.layers)
         if cp > 1:
-            changes["cp_comm_type"] = tuple(model.layers[i].cp_comm_type for i in stages.layers)
+            comm_types = _resolved_comm_types(config, requested)
+            changes["cp_comm_type"] = tuple(comm_types[i] for i in stages.layers)
     if cp == 1:
-        changes["cp_comm_type"] = ("allgather",)
+        changes["cp_comm_type"] = ("auto",)
     if model.uses_delta_rule:
-        changes |= _shrink_delta_rule(model, requested, layout)
+        changes |= _shrink_delta_rule(config, requested, layout)
     if model.uses_mamba2:
-        changes |= _shrink_mamba2(model, requested, layout)
+        changes |= _shrink_mamba2(config, requested, layout)
     if model.num_experts:
         moe_layers = str([int(layer.has_experts) for layer in model.layers])
         if model.hybrid_layer_pattern is None:
@@ -82,20 +87,38 @@ def shrink_model(config: Config, requested: Layout, layout: Layout, stages: Smal
     return replace(model, **changes)
 
 
-def _shrink_letter_options(model: ModelConfig, pattern: str) -> dict[str, Any]:
+def _resolved_comm_types(config: Config, requested: Layout) -> list[str]:
+    """Return what each layer of the run exchanges over cp; a small one might choose otherwise."""
+    model = config.model
+    sharding = single_document_sharding(model, requested.cp)
+    if sharding is None:
+        return ["auto"] * len(model.layers)
+    dtype = torch.bfloat16 if config.precision.bf16 or config.precision.fp16 else torch.float32
+    return [resolve_cp_comm_type(model, layer, requested.tp, sharding, dtype) for layer in model.layers]
+
+
+def _shrink_letter_options(config: Config, requested: Layout, pattern: str) -> dict[str, Any]:
     """Return the options with a value for each letter of the small pattern.
 
     Each combination of the run's mixers occurs, as far as the small pattern has mixers for them.
     """
-    mixers = [layer for layer in model.layers if layer.mixer is not None and not layer.is_recurrent]
-    kinds = {(layer.window is not None, layer.rope is None, layer.cp_comm_type) for layer in mixers}
+    model = config.model
+    comm_types_of_layers = _resolved_comm_types(config, requested)
+    mixers = [(layer, kind) for layer, kind in zip(model.layers, comm_types_of_layers, strict=True) if layer.mixer]
+    kinds = {(layer.window is not None, layer.rope is None, kind) for layer, kind in mixers if not layer.is_recurrent}
     kinds_in_turn = cycle(sorted(kinds, reverse=True))  # with a window first: one mixer alone has it
+    recurrent_kinds = {
+        letter: cycle(sorted({kind for layer, kind in mixers if layer.mixer == mixer}))
+        for letter, mixer in RECURRENT_LETTERS.items()
+    }
     without_kind = {*MLP_LETTERS, *RECURRENT_LETTERS}
-    letters = [
-        (False, False, "allgather") if letter in without_kind else next(kinds_in_turn)
-        for letter in without_borders(pattern)
-    ]
-    changes: dict[str, Any] = {"window_attn_skip_freq": None, "no_rope_freq": None, "cp_comm_type": ("allgather",)}
+    letters = []
+    for letter in without_borders(pattern):
+        if letter in RECURRENT_LETTERS:
+            letters.append((False, False, next(recurrent_kinds[letter])))
+        else:
+            letters.append((False, False, "auto") if letter in MLP_LETTERS else next(kinds_in_turn))
+    changes: dict[str, Any] = {"window_attn_skip_freq": None, "no_rope_freq": None, "cp_comm_type": ("auto",)}
     windows, without_rope, comm_types = zip(*letters, strict=True)
     small_mixers = [
         kind for kind, letter in zip(letters, without_borders(pattern), strict=True) if letter not in without_kind
@@ -104,7 +127,7 @@ def _shrink_letter_options(model: ModelConfig, pattern: str) -> dict[str, Any]:
         changes["window_attn_skip_freq"] = format_layer_pattern(windows, periods=False)
     if model.no_rope_freq is not None and any(without_rope):
         changes["no_rope_freq"] = format_layer_pattern(without_rope, periods=False)
-    if "a2a" in comm_types:
+    if requested.cp > 1:
         changes["cp_comm_type"] = comm_types
     return changes
 
@@ -119,38 +142,52 @@ def _shrink_heads(config: Config, requested: Layout, layout: Layout) -> tuple[in
     else:
         num_groups = tp if model.num_kv_groups == requested.tp else 2 * tp
         num_heads = min(model.num_attention_heads // model.num_kv_groups, 4) * num_groups
-    if "a2a" in model.cp_comm_type:  # every cp rank gets heads
+    if "a2a" in _resolved_comm_types(config, requested):  # every cp rank gets heads
         factor = layout.cp // math.gcd(layout.cp, num_heads // tp)
         num_groups *= factor
         num_heads *= factor
     return num_heads, num_groups
 
 
-def _shrink_delta_rule(model: ModelConfig, requested: Layout, layout: Layout) -> dict[str, Any]:
+def _ranks_with_heads(config: Config, requested: Layout, layout: Layout, *mixers: str) -> int:
+    """Return the number of ranks over which the heads of these mixers are sharded: tp, and cp if it exchanges heads."""
+    comm_types = _resolved_comm_types(config, requested)
+    used_types = {kind for layer, kind in zip(config.model.layers, comm_types, strict=True) if layer.mixer in mixers}
+    return layout.tp * layout.cp if "a2a" in used_types else layout.tp
+
+
+def _shrink_delta_rule(config: Config, requested: Layout, layout: Layout) -> dict[str, Any]:
     """Return as few key and value heads as keep whether heads are shared, and whether ranks share a key head.
 
     The first outputs of a document may be small. With a small epsilon, their norm would magnify the rounding of fp64
     beyond what the comparison allows.
     """
-    tp, keys = layout.tp, model.linear_num_key_heads
+    model, tp = config.model, layout.tp
+    keys = model.linear_num_key_heads
     small_keys = tp if keys >= requested.tp else max(1, tp * keys // requested.tp)
-    values_per_key = 1 if model.linear_num_value_heads == keys else 2
+    num_ranks = _ranks_with_heads(config, requested, layout, "gated_delta_net", "kda")
+    if model.linear_num_value_heads == keys:
+        small_keys = small_values = _round_up(small_keys, num_ranks)
+    else:
+        small_values = _round_up(2 * small_keys, math.lcm(num_ranks, small_keys))
     return {
         "linear_num_key_heads": small_keys,
-        "linear_num_value_heads": _round_up(small_keys * values_per_key, tp),
+        "linear_num_value_heads": small_values,
         "linear_key_head_dim": MIN_HEAD_SIZE,
         "linear_value_head_dim": MIN_HEAD_SIZE,
         "norm_epsilon": max(model.norm_epsilon, 0.01),
     }
 
 
-def _shrink_mamba2(model: ModelConfig, requested: Layout, layout: Layout) -> dict[str, Any]:
+def _shrink_mamba2(config: Config, requested: Layout, layout: Layout) -> dict[str, Any]:
     """Return as few groups and heads as keep whether a rank has several groups, and a group several heads."""
+    model = config.model
     groups = layout.tp if model.mamba_num_groups == requested.tp else 2 * layout.tp
     heads_per_group = min(model.mamba_heads // model.mamba_num_groups, 2)
+    num_ranks = _ranks_with_heads(config, requested, layout, "mamba2")
     return {
         "mamba_num_groups": groups,
-        "mamba_num_heads": groups * heads_per_group,
+        "mamba_num_heads": _round_up(groups * heads_per_group, math.lcm(groups, num_ranks)),
         "mamba_head_dim": MIN_HEAD_SIZE,
         "mamba_state_dim": MIN_HEAD_SIZE + 1,
         "norm_epsilon": max(model.norm_epsilon, 0.01),  # as for gated delta nets

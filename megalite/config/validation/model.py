@@ -29,7 +29,7 @@ from megalite.config.registry import REGISTRIES
 
 # option -> (values that an error message suggests, other values that Megatron-LM and megalite accept)
 LIST_VALUES = {
-    "cp_comm_type": (("allgather", "a2a"), ("p2p", "a2a+p2p")),
+    "cp_comm_type": (("auto", "allgather", "a2a"), ("p2p", "a2a+p2p")),
     "moe_router_load_balancing_type": (("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"), ()),
     "recompute_modules": (("core_attn", "layernorm", "mlp"), ("moe", "shared_experts")),
 }

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from megalite.config.hybrid_pattern import shown_pattern
+from megalite.config.layer_spec import RECURRENT_MIXERS
 from megalite.config.options import Config
 from megalite.config.pipeline_layout import STAGE_OPTIONS, explicit_stage_layers
 from megalite.config.problems import Problem, nearest_multiples, options_set, requires, shown
@@ -21,7 +22,7 @@ def micro_batch_group_problems(config: Config) -> Iterator[Problem]:
 def context_parallel_problems(config: Config) -> Iterator[Problem]:
     model, parallel = config.model, config.parallel
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    heads, seq_length = model.num_attention_heads, model.seq_length
+    seq_length = model.seq_length
     if len(model.cp_comm_type) not in (0, 1, model.num_layer_values):
         of_layers = f"layer of num_layers={model.num_layers}"
         if model.hybrid_layer_pattern is not None:
@@ -40,12 +41,30 @@ def context_parallel_problems(config: Config) -> Iterator[Problem]:
             f"{nearest_multiples(seq_length, unit)}",
             options=("context_parallel_size", "seq_length", "tensor_model_parallel_size"),
         )
-    uses_all_to_all = "a2a" in model.cp_comm_type
-    if uses_all_to_all and heads % (cp * tp):
-        yield Problem(
-            f"cp_comm_type=a2a: num_attention_heads={heads} / tp {tp} is not a multiple of cp {cp}; use allgather",
-            options=("cp_comm_type", "num_attention_heads", "context_parallel_size"),
-        )
+    yield from _head_exchange_problems(config)
+
+
+def _head_exchange_problems(config: Config) -> Iterator[Problem]:
+    """Yield the problems of layers that exchange heads over cp, whose number tp x cp must divide."""
+    model, parallel = config.model, config.parallel
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    try:
+        layers = [*model.layers, *model.mtp_layers]
+    except ValueError:  # another problem has the reason
+        return
+    mixers = {layer.mixer for layer in layers if layer.cp_comm_type == "a2a" and layer.mixer is not None}
+    heads_of = {
+        "num_attention_heads": (model.num_attention_heads, bool(mixers.difference(RECURRENT_MIXERS))),
+        "linear_num_value_heads": (model.linear_num_value_heads, not mixers.isdisjoint(("gated_delta_net", "kda"))),
+        "mamba_num_heads": (model.mamba_heads, "mamba2" in mixers),
+    }
+    for name, (heads, is_exchanged) in heads_of.items():
+        if is_exchanged and heads % (cp * tp):
+            remedy = "allgather" if name == "num_attention_heads" else "auto or allgather"
+            yield Problem(
+                f"cp_comm_type=a2a: {name}={heads} / tp {tp} is not a multiple of cp {cp}; use {remedy}",
+                options=("cp_comm_type", name, "context_parallel_size"),
+            )
 
 
 def pipeline_problems(config: Config) -> Iterator[Problem]:

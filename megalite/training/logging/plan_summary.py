@@ -12,8 +12,10 @@ from megalite.common.wording import plural
 from megalite.data.datasets.blended_dataset import BlendedDataset
 from megalite.kernels.attention import describe_backend
 from megalite.kernels.dispatch import describe_kernels, upcast_dtypes
+from megalite.models.layers import resolve_cp_comm_type
 from megalite.models.torch_compile import COMPILE_SUMMARY
 from megalite.planning.device_peaks import PeakRate
+from megalite.planning.layer_kinds import single_document_sharding
 from megalite.planning.memory import SHARDED_BY_STAGE, host_bytes, state_by_zero_stage
 from megalite.planning.run_plan import RunPlan
 from megalite.training.datasets import DatasetBundle
@@ -101,7 +103,7 @@ def format_plan(
         counts = ", ".join(f"{name} in {count}" for name, count in recurrent.items())
         rows["recurrence"] = f"{counts} of {len(model.layers)} layers, in plain torch"
         if shape.cp > 1:
-            rows["recurrence"] += "; cp ranks gather maps of states"
+            rows["recurrence"] += f"; {_describe_recurrent_exchange(plan)}"
     if shape.has_experts:
         num_moe_layers = sum(layer.has_experts for layer in model.layers)
         rows["experts"] = (
@@ -122,6 +124,16 @@ def format_plan(
     if device_type is None and shape.dp * shape.cp > 1:
         tables.append(log_format.aligned_table(stage_rows(plan)))
     return "\n".join(tables)
+
+
+def _describe_recurrent_exchange(plan: RunPlan) -> str:
+    """Return what recurrent layers exchange over cp, for samples of one document."""
+    shape, model = plan.shape, plan.config.model
+    sharding = single_document_sharding(model, shape.cp)
+    assert sharding is not None
+    specs = [layer for layer in model.layers if layer.is_recurrent]
+    num_a2a = sum(resolve_cp_comm_type(model, spec, shape.tp, sharding, shape.dtype) == "a2a" for spec in specs)
+    return f"cp ranks exchange maps of states in {len(specs) - num_a2a} layers, heads in {num_a2a}"
 
 
 def plan_as_json(plan: RunPlan, sources: DatasetBundle, hosts: Sequence[str], device: torch.device) -> dict[str, Any]:
