@@ -98,6 +98,11 @@ def wants_plain_output() -> bool:
     return is_slurm_rank or any(map(getenv, PLAIN_OUTPUT_VARIABLES)) or getenv("TERM", "dumb") == "dumb"
 
 
+def set_variables(prefixes: tuple[str, ...]) -> list[str]:
+    """Return the names of the variables that are set and begin with one of `prefixes`, sorted."""
+    return sorted(name for name in os.environ if name.startswith(prefixes))
+
+
 def format_set_variables(names: Iterable[str]) -> str:
     """Return "NAME=value NAME=value ..." for the variables that are set."""
     return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)

@@ -10,7 +10,7 @@ from train_cases import SMALL_RUN
 
 from megalite.launch import system_checks
 from megalite.launch.rank_info import RankInfo
-from megalite.training.job import preflight
+from megalite.training.job import preflight, startup
 
 ONE_RANK = RankInfo(world_size=1, local_world_size=1)
 ONE_NODE, TWO_NODES = (RankInfo(world_size=size, local_world_size=2) for size in (2, 4))
@@ -66,6 +66,19 @@ def test_idle_gpus_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert preflight.unused_gpu_warning("cpu", ONE_NODE) == []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # a launcher shows each rank its GPU alone
     assert preflight.unused_gpu_warning("cuda", ONE_NODE) == []
+
+
+def test_log_has_the_variables_of_nccl_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(startup.COLLECTIVE_PREFIXES)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")  # megalite sets it, too
+    monkeypatch.setenv("MEGALITE_ATTENTION", "auto")
+    names = [setting.partition("=")[0] for setting in startup.variables_of_run(is_cuda=True).split()]
+    assert names.count("TORCH_NCCL_DUMP_ON_TIMEOUT") == 1 and names[-2:] == ["NCCL_DEBUG", "NCCL_SOCKET_IFNAME"]
+    without_gpus = startup.variables_of_run(is_cuda=False)
+    assert "MEGALITE_ATTENTION=auto" in without_gpus and "NCCL" not in without_gpus
 
 
 def test_run_logs_its_warnings(tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ from megalite.training.logging.plan_summary import format_plan
 from megalite.training.setup import host_batch_options
 from megalite.training.state import Run
 
+COLLECTIVE_PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_")  # of variables that the log of a run with GPUs has
+
 
 def open_metrics_logger(
     plan: RunPlan,
@@ -88,13 +90,18 @@ def open_metrics_logger(
     for note in sources.notes:
         logger.info(f"note: {note}")
     is_cuda = run.mesh.device.type == "cuda"
-    names = [*env_overrides.OVERRIDES.values(), FAULT_VARIABLE]
-    if is_cuda:
-        names = [*CUDA_VARIABLES, *filter(None, CUDA_VARIABLES.values()), *names]
-    variables = environment.format_set_variables(names)
-    if variables or is_cuda:
+    if (variables := variables_of_run(is_cuda)) or is_cuda:
         logger.info(f"environment: {variables}")
     return logger
+
+
+def variables_of_run(is_cuda: bool) -> str:
+    """Return "NAME=value ..." for the set variables that change a run: megalite's own, and with GPUs those of NCCL."""
+    names = [*env_overrides.OVERRIDES.values(), FAULT_VARIABLE]
+    if is_cuda:
+        of_collectives = environment.set_variables(COLLECTIVE_PREFIXES)
+        names = [*CUDA_VARIABLES, *filter(None, CUDA_VARIABLES.values()), *names, *of_collectives]
+    return environment.format_set_variables(dict.fromkeys(names))
 
 
 def finish_startup(run: Run, config: Config, logger: MetricsLogger) -> None:
