@@ -156,7 +156,7 @@ EXPERTS: dict[str, Any] = {
 
 
 def model_of(pattern: str, options: dict[str, Any], **changes: Any) -> ModelConfig:
-    numbers = {"M": 1, "MM": 2, "M-": 1, "M*-": 2, "*-*-": 2, "*E": 1, "M*-/*-": 2, "MG-*": 3, "+-": 1}
+    numbers = {"M": 1, "MM": 2, "M-": 1, "M*-": 2, "M*|-": 2, "*-*-": 2, "*E": 1, "M*-/*-": 2, "MG-*": 3, "+-": 1}
     values = {**options, "hybrid_layer_pattern": pattern, "num_layers": numbers[pattern], **changes}
     return build({name: value for name, value in values.items() if value is not ...}).model
 
@@ -170,6 +170,7 @@ def model_of(pattern: str, options: dict[str, Any], **changes: Any) -> ModelConf
         ("M*-", NEMOTRON, "nemotron_h"),
         ("*-*-", NEMOTRON, "nemotron_h"),
         ("*E", {**NEMOTRON, **EXPERTS}, "nemotron_h"),
+        ("M*|-", NEMOTRON, "nemotron_h"),  # a pipeline border within a layer
     ],
 )
 def test_export_finds_the_family_of_a_pattern(pattern: str, options: dict[str, Any], family: str) -> None:

@@ -15,18 +15,26 @@ how these are chosen, and windows, in one of four layouts:
 The defaults are those of the families' classes in transformers 5.
 """
 
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.common.tables import load_table
-from megalite.config.hybrid_pattern import num_pattern_layers, pattern_of_parts, shown_pattern
+from megalite.config.hybrid_pattern import shown_pattern
 from megalite.config.option import MODEL, option_spec
 from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN, format_layer_pattern
 from megalite.config.options import ModelConfig, build
+from megalite.interop.huggingface.hybrid import (
+    LINEAR_ATTENTION,
+    mixer_width_problem,
+    parts_without_letter,
+    read_letters,
+    read_mamba2,
+    write_letters,
+    write_mamba2,
+)
 from megalite.interop.huggingface.quantization import quantization_problems
 from megalite.interop.huggingface.rotary import (
     FULL_ATTENTION,
@@ -46,13 +54,7 @@ _NUM_DENSE = "first_k_dense_replace"
 _GROUP_KEYS = ("n_group", "topk_group")
 _GROUP_METHOD = "topk_method"
 _GROUP_METHODS = {False: "greedy", True: "group_limited_greedy"}  # are there groups -> value of the key
-LINEAR_ATTENTION = "linear_attention"  # a value of layer_types
 _INTERVAL = "full_attention_interval"
-_PATTERN = "hybrid_override_pattern"  # a letter for each layer; layer_types has the kind of each
-# values of layer_types in files of older releases -> those of transformers 5
-_OLDER_KINDS = {"mamba": LINEAR_ATTENTION, "attention": FULL_ATTENTION}
-_EXPAND = "expand"  # channels of all heads of a Mamba-2 mixer / hidden_size
-_TIME_STEP_LIMIT = "time_step_limit"
 _LINEAR_ATTN, _RECURRENT, _ATTENDING = "linear_attn_config", "kda_layers", "full_attn_layers"
 DENSE, SPARSE = "dense", "sparse"  # values of mlp_layer_types
 # the options that only layers with attention read, besides those of rotary positions and of latent attention
@@ -101,9 +103,9 @@ def read_config(config: Json, seq_length: int | None, source: str) -> tuple[str,
     problems += _read_sizes(config, family, options)
     problems += _read_activation(config, family, options)
     if family.layer_letters:
-        problems += _read_letters(config, family, options)
+        problems += read_letters(config, family, options)
     if family.has_mamba2:
-        problems += _read_mamba2(config, family, options)
+        problems += read_mamba2(config, family, options)
     for option, key in family.nullable_keys.items():
         options[option] = config.get(key, family.optional.get(key) or None)
     options["untie_embeddings_and_output_weights"] = not config.get("tie_word_embeddings", family.tied_by_default)
@@ -113,7 +115,8 @@ def read_config(config: Json, seq_length: int | None, source: str) -> tuple[str,
     problems += _read_scales(config, family, options)
     problems += _read_shared_expert(config, family, options)
     problems += _read_expert_groups(config, family, options)
-    if family.layer_letters and "E" not in (options.get("hybrid_layer_pattern") or "E"):
+    pattern = options.get("hybrid_layer_pattern")
+    if pattern is not None and "E" not in pattern:
         options = {name: value for name, value in options.items() if not _is_of_experts(name)}
     problems += _single_expert_problems("num_experts_per_tok", options.get("moe_router_topk"), family)
     if options["position_embedding_type"] == "rope":
@@ -205,88 +208,8 @@ def _read_sizes(config: Json, family: ModelFamily, options: Json) -> list[str]:
     return problems
 
 
-def _read_letters(config: Json, family: ModelFamily, options: Json) -> list[str]:
-    """Set the pattern of the layers and their number; return the problem, if any."""
-    num_kinds = config.get("num_hidden_layers")
-    if num_kinds is not None and (type(num_kinds) is not int or not 0 < num_kinds <= MAX_LAYERS_IN_PATTERN):
-        return [f"num_hidden_layers={num_kinds!r} is not a number of layers"]
-    if len(family.layer_letters) == 1:
-        if num_kinds is None:
-            return ["num_hidden_layers is missing"]
-        pattern = next(iter(family.layer_letters.values())) * num_kinds
-    else:
-        pattern, problem = _find_pattern(config, family)
-        if problem:
-            return [problem]
-        if num_kinds not in (None, len(pattern)):
-            return [f"num_hidden_layers={num_kinds}, but there are kinds of {len(pattern)} layers"]
-        if len(pattern) > MAX_LAYERS_IN_PATTERN:
-            return [f"there are kinds of {len(pattern)} layers, which is more than any model has"]
-    options["hybrid_layer_pattern"] = pattern
-    options["num_layers"] = num_pattern_layers(pattern)
-    return []
-
-
-def _find_pattern(config: Json, family: ModelFamily) -> tuple[str, str]:
-    """Return (letters, problem) of the layers, given by their kinds or by their letters. Both must agree."""
-    letters = family.layer_letters
-    kinds, pattern = config.get("layer_types"), config.get(_PATTERN)
-    if pattern is not None and not (isinstance(pattern, str) and pattern and set(pattern) <= set(letters.values())):
-        return "", f"{_PATTERN}={_shortened(pattern)} is not a text of {', '.join(letters.values())}"
-    if kinds is None:
-        key = family.spellings.get("layer_types", "layer_types")
-        return pattern or "", "" if pattern else f"{key} is missing, and so is {_PATTERN}"
-    known = [_OLDER_KINDS.get(kind, kind) if isinstance(kind, str) else "" for kind in _as_list(kinds)]
-    if not known or not all(kind in letters for kind in known):
-        return "", f"layer_types={_shortened(kinds)} is not a list of {', '.join(letters)}"
-    text = "".join(letters[kind] for kind in known)
-    if pattern not in (None, text):
-        return "", f"layer_types and {_PATTERN}={_shortened(pattern)} disagree"
-    return text, ""
-
-
-def _as_list(value: Any) -> Sequence[Any]:
-    """Return a list as it is, and anything else as an empty one."""
-    return value if isinstance(value, list) else []
-
-
-def _shortened(value: Any) -> str:
-    """Return a value for a message, a long one shortened."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 def _is_of_experts(option: str) -> bool:
     return option == "num_experts" or option.startswith("moe_")
-
-
-def _read_mamba2(config: Json, family: ModelFamily, options: Json) -> list[str]:
-    """Set what a model without attention needs besides its Mamba-2 mixers; return their problems."""
-    problems = []
-    heads, head_dim = options["mamba_num_heads"], options["mamba_head_dim"]
-    if not family.has_attention:  # no layer has these heads, but the options need some that tp divides
-        options |= {"num_attention_heads": heads, "kv_channels": head_dim}
-    if _EXPAND in family.optional:
-        expand, hidden_size = config.get(_EXPAND, family.optional[_EXPAND]), options["hidden_size"]
-        sizes = (expand, hidden_size, heads, head_dim)
-        if all(type(size) is int for size in sizes) and expand * hidden_size != heads * head_dim:
-            sizes_in_file = f"num_heads={heads} x head_dim={head_dim}"
-            problems.append(f"{_EXPAND}={expand} x hidden_size={hidden_size} is not {sizes_in_file}")
-        elif type(expand) is not int:
-            problems.append(f"{_EXPAND}={expand!r} is not an integer")
-    limit = config.get(_TIME_STEP_LIMIT)
-    if limit is not None:
-        low, high = [_as_number(value) for value in _as_list(limit)] if len(_as_list(limit)) == 2 else (None, None)
-        if low is None or high is None or low > 0 or high != math.inf:
-            problems.append(f"{_TIME_STEP_LIMIT}={limit!r} is not [0.0, Infinity]: megalite does not limit time steps")
-    return problems
-
-
-def _as_number(value: Any) -> float | None:
-    """Return a number of a config.json, where transformers 5 writes infinity as a table, or None."""
-    if value == {"__float__": "Infinity"}:
-        return math.inf
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _read_activation(config: Json, family: ModelFamily, options: Json) -> list[str]:
@@ -478,8 +401,7 @@ def incompatibilities(model: ModelConfig, family: ModelFamily) -> list[str]:
 def _unwritable_layers(model: ModelConfig, family: ModelFamily) -> str:
     """Return why `family` does not have the kinds of layers of `model`, or ""."""
     if family.layer_letters:
-        letters = set(family.layer_letters.values())
-        if others := sorted({part for part in model.layer_parts if pattern_of_parts([part]) not in letters}):
+        if others := parts_without_letter(model, family):
             return f"{family.name} has no layer of {' or '.join(others)}"
         if model.num_mtp_depths:
             return f"{family.name} has no depths of multi-token prediction, the model has {model.num_mtp_depths}"
@@ -493,10 +415,7 @@ def _unwritable_layers(model: ModelConfig, family: ModelFamily) -> str:
         return f"{shown_pattern(model.with_pattern().hybrid_layer_pattern or '')} is not attention and MLP in turn"
     if family.has_attention and not any(layer.has_attention for layer in model.layers):
         return "no layer has attention, without which transformers fails"
-    if _EXPAND in family.optional and model.mamba_heads * model.mamba_head_dim % model.hidden_size:
-        sizes = f"mamba_num_heads={model.mamba_heads} x mamba_head_dim={model.mamba_head_dim}"
-        return f"{sizes} is not a multiple of hidden_size={model.hidden_size}, as {family.name} needs"
-    return ""
+    return mixer_width_problem(model, family)
 
 
 def _keys_of_model(model: ModelConfig, family: ModelFamily) -> dict[str, str]:
@@ -549,7 +468,7 @@ def _functional_options(model: ModelConfig) -> Json:
     layers = [layer for _, layer in model.numbered_layers]
     if all(layer.mlp is None for layer in layers):
         irrelevant.add("activation")
-    if not any(layer.has_attention for layer in layers):
+    if all(layer.mixer is None or layer.is_recurrent for layer in layers):
         irrelevant |= _ATTENTION_OPTIONS & effects.keys()
         if model.position_embedding_type != "learned_absolute":
             effects["position_embedding_type"] = "none"
@@ -613,11 +532,9 @@ def write_config(model: ModelConfig, name: str, vocab_size: int, dtype: str, tok
     if "tie_word_embeddings" not in family.supported_values:
         config["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
     if family.layer_letters:
-        config["num_hidden_layers"] = len(model.layer_parts)
-        if len(family.layer_letters) > 1:
-            config[_PATTERN] = pattern_of_parts(model.layer_parts)
-    if _EXPAND in family.optional:
-        config[_EXPAND] = model.mamba_heads * model.mamba_head_dim // model.hidden_size
+        config |= write_letters(model, family)
+    if family.has_mamba2:
+        config |= write_mamba2(model, family)
     config |= write_rope(model, family)
     config |= _write_window(model, family)
     if family.recurrent_mixer:
