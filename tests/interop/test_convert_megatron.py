@@ -430,6 +430,8 @@ def test_export_refuses_options_that_megatron_lacks(option: str, value: Any) -> 
 ROPE, YARN = {"position_embedding_type": "rope"}, {"position_embedding_type": "yarn"}
 MORE = {"yarn_original_max_position_embeddings": 64, "yarn_beta_fast": 8.0, "mscale_all_dim": 1.0}
 LESS = {"yarn_correction_range_round_to_int": False, "mscale": 0.5}
+MUP = {"use_mup": True, "mup_base_hidden_size": 8, "mup_base_head_dim": 4.0, "mup_attn_scale_power": 0.75}
+MUP |= {"mup_embedding_mult": 2.0, "mup_output_mult": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -445,6 +447,8 @@ LESS = {"yarn_correction_range_round_to_int": False, "mscale": 0.5}
         (YARN | MORE, MORE),
         (YARN | LESS | {"no_rope_freq": 4}, LESS | {"rope_layers": (True,) * 3 + (False,)}),
         ({"embedding_init_method_std": 1.0}, {"embedding_init_method_std": 1.0}),
+        (MUP, MUP),
+        ({"use_mup": True, "mup_base_hidden_size": None}, {"use_mup": True, "width_mult": 1.0}),
     ],
 )
 def test_position_options_round_trip(args: dict[str, Any], options: dict[str, Any]) -> None:

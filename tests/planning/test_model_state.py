@@ -41,6 +41,7 @@ CHOICES = {
         "--optimizer muon",
         *(f"--optimizer-cpu-offload --optimizer-offload-fraction {fraction}" for fraction in (0.1, 0.3, 0.5, 0.9, 1)),
     ],
+    "width": ["", "--use-mup --mup-base-hidden-size 16"],
     "tp": ["", "--tp 2"],
     "pp": ["", "--pp 2", "--pp 4"],
     "cp": ["", "--cp 2"],

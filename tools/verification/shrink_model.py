@@ -57,6 +57,8 @@ def shrink_model(config: Config, requested: Layout, layout: Layout, stages: Smal
         yarn_original_max_position_embeddings=min(model.yarn_original_max_position_embeddings, seq_length // 2),
         init_method_std=max(model.init_method_std, hidden_size**-0.5),
     )
+    if model.use_mup:
+        changes["mup_base_hidden_size"] = max(1, round(hidden_size / model.width_mult))
     if model.multi_latent_attention:
         sizes = {name: getattr(model, name) for name in MAX_LATENT_SIZES}
         changes |= {name: min(size, MAX_LATENT_SIZES[name]) for name, size in sizes.items() if size is not None}
