@@ -5,7 +5,7 @@ is an entry in that table.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -16,6 +16,9 @@ from megalite.models.families import TABLES
 # entries that are merged with the entries of the family given by `like`
 _MERGED = ("keys", "fixed_options", "supported_values", "optional")
 _PART_OF_LAYER = re.compile(r"layers\.\{n\}\.(\w+)\.")
+
+
+LAYER = "model.layers.{n}."  # the usual prefix of the names of a layer
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,9 @@ class TensorNames:
         ignored: Suffixes of the names of tensors that are not weights, such as computed tables.
         ignored_prefixes: Prefixes of the names of tensors that transformers does not read either.
         external_layer: Returns the number {n} in the external name, of a parameter of layer n: (parameter, n) -> {n}.
+        depth_prefix: The prefix of the names of the only depth of multi-token prediction; "": depths are the layers
+            after the last one, if there are any.
+        depth_layer: The prefix of its layer, in place of LAYER.
     """
 
     name: str
@@ -105,6 +111,25 @@ class TensorNames:
     ignored: tuple[str, ...] = ()
     ignored_prefixes: tuple[str, ...] = ()
     external_layer: Callable[[str, int], int] = same_layer
+    depth_prefix: str = ""
+    depth_layer: str = ""
+
+    @property
+    def has_depths(self) -> bool:
+        """True if the family has names for depths of multi-token prediction."""
+        return any("mtp." in param for rule in self.rules for param in rule.params)
+
+    def external_name(self, rule: TensorRule, n: int, e: int, params: Container[str]) -> str:
+        """Return the name of the tensor of a rule for layer n and expert e of a model with these parameters."""
+        name = rule.external.format(n=self.external_layer(rule.params[0], n), e=e)
+        layer = LAYER.format(n=n)
+        is_in_depth = self.depth_prefix and any(
+            other.external.startswith(self.depth_prefix) and other.params[0].format(n=n) in params
+            for other in self.rules
+        )
+        if is_in_depth and name.startswith(layer):
+            return self.depth_layer + name.removeprefix(layer)
+        return name
 
 
 @dataclass(frozen=True, kw_only=True)

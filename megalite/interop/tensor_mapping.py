@@ -146,7 +146,7 @@ def _resolve_reference(reference: str, specs: Specs, box_of: BoxOf) -> Part | No
 def _tensor_indices(rule: TensorRule, specs: Specs, box_of: BoxOf, layers: range) -> Iterator[tuple[int, int]]:
     """Yield (layer n, expert e) of every tensor of a rule. e counts from the rank's first expert."""
     has_experts = "{e}" in rule.external
-    for n in layers if "{n}" in rule.external else (0,):
+    for n in layers if "{n}" in rule.external + rule.params[0] else (0,):
         num_experts = 1
         if has_experts:
             part = _resolve_reference(rule.params[0].partition("[")[0].format(n=n), specs, box_of)
@@ -182,7 +182,7 @@ def build_mappings(
     for rules in (naming.alternatives, naming.rules):
         for rule in rules:
             for n, e in _tensor_indices(rule, specs, box_of, layers):
-                external_name = rule.external.format(n=naming.external_layer(rule.params[0], n), e=e)
+                external_name = naming.external_name(rule, n, e, specs)
                 if rules is naming.alternatives and external_name not in stored_names:
                     continue
                 is_copy = bool(rule.copied_for)

@@ -416,8 +416,8 @@ def test_old_tensor_names_and_computed_buffers(models, tmp_path: Path) -> None:
 
 
 def test_tensors_that_transformers_ignores_are_not_read(models, tmp_path: Path) -> None:
-    """Files of Qwen3-Next have multi-token prediction, which transformers does not have. Others are refused."""
-    _, hf_dir = models("qwen3_next")
+    """Files of Qwen3.5 have multi-token prediction, which transformers does not have. Others are refused."""
+    _, hf_dir = models("qwen3_5_text")
     with_depth = copy_model(hf_dir, tmp_path / "hf")
     tensors = read_tensors(hf_dir)
     save_file(tensors | {"mtp.fc.weight": torch.ones(32, 64)}, with_depth / "model.safetensors")

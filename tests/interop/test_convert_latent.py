@@ -323,7 +323,7 @@ EXPORTS: list[tuple[dict[str, Any], str, str]] = [
     ({"qk_pos_emb_head_dim": 0}, "deepseek_v3", "qk_pos_emb_head_dim=0, but deepseek_v3 fails in transformers"),
     ({"attention_output_gate": True}, "deepseek_v3", "attention_output_gate=True is not False"),
     ({"mtp_num_layers": 2, "mtp_use_repeated_layer": True}, "deepseek_v3", "mtp_use_repeated_layer=True is not False"),
-    ({"mtp_num_layers": 1}, "youtu", "mtp_num_layers=1 is not 0"),
+    ({"mtp_num_layers": 1}, "youtu", "youtu has no depths of multi-token prediction, the model has 1"),
     ({}, "llama", "multi_latent_attention=True is not False"),
     ({}, "glm4_moe", "multi_latent_attention=True is not False"),
 ]

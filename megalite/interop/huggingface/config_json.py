@@ -115,6 +115,8 @@ def read_config(config: Json, seq_length: int | None, source: str) -> tuple[str,
     problems += _read_scales(config, family, options)
     problems += _read_shared_expert(config, family, options)
     problems += _read_expert_groups(config, family, options)
+    if family.depth_prefix and (num_depths := options["mtp_num_layers"]) not in (0, 1):
+        problems.append(f"{family.keys['mtp_num_layers'].split()[0]}={num_depths!r} is not 0 or 1")
     pattern = options.get("hybrid_layer_pattern")
     if pattern is not None and "E" not in pattern:
         options = {name: value for name, value in options.items() if not _is_of_experts(name)}
@@ -358,10 +360,8 @@ def incompatibilities(model: ModelConfig, family: ModelFamily) -> list[str]:
 
     The model is written as a config.json and read back, and the differences are the reasons.
     """
-    if problem := _unwritable_layers(model, family):
+    if problem := _unwritable_layers(model, family) or _unwritable_depths(model, family):
         return [problem]
-    if not family.layer_letters and model.num_mtp_depths and model.mtp_layers != model.layers[-1:]:
-        return [f"{shown_pattern(model.hybrid_layer_pattern or '')} has depths unlike the last layer"]
     problems = _unwritable_experts(model, family)
     if problems:
         return problems
@@ -403,8 +403,6 @@ def _unwritable_layers(model: ModelConfig, family: ModelFamily) -> str:
     if family.layer_letters:
         if others := parts_without_letter(model, family):
             return f"{family.name} has no layer of {' or '.join(others)}"
-        if model.num_mtp_depths:
-            return f"{family.name} has no depths of multi-token prediction, the model has {model.num_mtp_depths}"
     elif any(
         layer.mlp is None or not (layer.has_attention or layer.mixer == family.recurrent_mixer)
         for layer in model.layers
@@ -416,6 +414,21 @@ def _unwritable_layers(model: ModelConfig, family: ModelFamily) -> str:
     if family.has_attention and not any(layer.has_attention for layer in model.layers):
         return "no layer has attention, without which transformers fails"
     return mixer_width_problem(model, family)
+
+
+def _unwritable_depths(model: ModelConfig, family: ModelFamily) -> str:
+    """Return why `family` does not have the depths of multi-token prediction of `model`, or ""."""
+    if not model.num_mtp_depths:
+        return ""
+    if not family.has_depths:
+        return f"{family.name} has no depths of multi-token prediction, the model has {model.num_mtp_depths}"
+    if model.mtp_layers != model.layers[-1:]:
+        return f"{shown_pattern(model.hybrid_layer_pattern or '')} has depths unlike the last layer"
+    if family.depth_prefix and model.num_mtp_depths > 1:
+        return f"mtp_num_layers={model.num_mtp_depths} is not 0 or 1"
+    if family.depth_prefix and not model.layers[-1].has_attention:
+        return "the depth of multi-token prediction has no attention, because the last layer has none"
+    return ""
 
 
 def _keys_of_model(model: ModelConfig, family: ModelFamily) -> dict[str, str]:

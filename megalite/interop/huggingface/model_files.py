@@ -27,7 +27,7 @@ from megalite.config.options import ModelConfig
 from megalite.interop import tensor_mapping
 from megalite.interop.huggingface.config_json import Json, read_config, write_config
 from megalite.interop.huggingface.quantization import SCALE_SUFFIX, BlockQuantization, dequantized, read_quantization
-from megalite.interop.name_mapping import TensorNames, family_names
+from megalite.interop.name_mapping import FAMILIES, ModelFamily, TensorNames, family_names
 from megalite.models.specs import checkpoint_specs
 
 INDEX = "model.safetensors.index.json"
@@ -62,8 +62,10 @@ def open_model(directory: Path, seq_length: int | None = None) -> tensor_mapping
     family, options = read_config(config, seq_length, str(path))
     handles = _files(directory)
     num_missing_depths = 0
-    if options.get("mtp_num_layers") and not _has_depths(handles, options["num_layers"]):
-        num_missing_depths = options["mtp_num_layers"]
+    naming: ModelFamily = FAMILIES.get(family)
+    if options.get("mtp_num_layers") and not _has_depths(handles, naming, options["num_layers"]):
+        is_named = any(key in config for key in naming.keys["mtp_num_layers"].split())
+        num_missing_depths = options["mtp_num_layers"] if is_named else 0
         options["mtp_num_layers"] = 0
     model, vocab_size = tensor_mapping.build_model_config(options, str(path)), options["vocab_size"]
     if type(vocab_size) is not int or not 0 < vocab_size < 1 << 31:
@@ -82,12 +84,15 @@ def open_model(directory: Path, seq_length: int | None = None) -> tensor_mapping
     )
 
 
-def _has_depths(handles: Mapping[str, Any], num_layers: int) -> bool:
-    """Return True if the files have layers after the last one: depths of multi-token prediction.
+def _has_depths(handles: Mapping[str, Any], naming: TensorNames, num_layers: int) -> bool:
+    """Return True if the files have depths of multi-token prediction: layers after the last one, or of another name.
 
     transformers names depths in config.json, also for models that it has saved without them.
     """
-    first_depth = re.compile(rf"(?:.*\.)?layers\.{num_layers}\.")
+    if naming.depth_prefix:
+        first_depth = re.compile(re.escape(naming.depth_prefix))
+    else:
+        first_depth = re.compile(rf"(?:.*\.)?layers\.{num_layers}\.")
     return any(first_depth.match(name) for handle in handles.values() for name in handle.keys())  # noqa: SIM118
 
 
@@ -204,10 +209,13 @@ def _tensors(
 def _unused_depths(stored: Sequence[str], naming: TensorNames, model: ModelConfig) -> tuple[str, ...]:
     """Return the prefixes of the names of depths in the files of a model whose config.json has none.
 
-    A layer after the last one is a depth if it has the projection of one. transformers leaves them out, too.
+    A layer after the last one is a depth if it has the projection of one, unless depths have a prefix of their own.
+    transformers leaves them out, too.
     """
-    if model.num_mtp_depths or not any(rule.copied_for for rule in naming.rules):
+    if model.num_mtp_depths or not naming.has_depths:
         return ()
+    if naming.depth_prefix:
+        return (naming.depth_prefix,)
     projections = (re.fullmatch(r"((?:.*\.)?layers\.(\d+)\.)eh_proj\.weight", name) for name in stored)
     return tuple(match[1] for match in projections if match and int(match[2]) >= model.num_layers)
 
