@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megalite.kernels.decayed_scores import ChannelDecays, ChunkTokens, HeadDecays
-from megalite.kernels.dispatch import accum_dtype, power_of_two, representatives, size_for_device
+from megalite.kernels.dispatch import accum_dtype, power_of_two, repeatable, representatives, size_for_device
 
 # tokens of a chunk; shorter ones have fewer products, but take more operations
 CHUNK = {"cpu": 32, "cuda": 64}
@@ -331,6 +331,7 @@ def _output_grads(chunks: _Chunks, group: _Group, do_SBHV: Tensor) -> Tensor:
     return _flatten_heads(drows)
 
 
+@repeatable
 @torch.no_grad()
 def recurrence_forward(
     inputs: RecurrenceInputs, recurrence: Recurrence, state_BHKV: Tensor | None
@@ -353,6 +354,7 @@ def recurrence_forward(
     return o_SBHV, state, group_states
 
 
+@repeatable
 @torch.no_grad()
 def recurrence_backward(
     inputs: RecurrenceInputs, recurrence: Recurrence, states: Tensor, do_SBHV: Tensor, dstate_BHKV: Tensor
@@ -450,6 +452,7 @@ def apply_map(A: Tensor, U: Tensor, state: Tensor) -> Tensor:
     return (A * state if A.shape[-1] == 1 else A @ state) + U
 
 
+@repeatable
 @torch.no_grad()
 def recurrence_map(inputs: RecurrenceInputs, recurrence: Recurrence) -> Tensor:
     """Return the map [A | U] from the state before the tokens to that after them: S' = A S + U.
@@ -469,6 +472,7 @@ def recurrence_map(inputs: RecurrenceInputs, recurrence: Recurrence) -> Tensor:
     return state.unflatten(0, (B, H))
 
 
+@repeatable
 @torch.no_grad()
 def recurrence_state_grad(inputs: RecurrenceInputs, recurrence: Recurrence, do_SBHV: Tensor) -> Tensor:
     """Return the gradient [B, H, K, V] of the state before the tokens that comes from the outputs of these tokens."""

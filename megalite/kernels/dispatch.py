@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from megalite.config import env_overrides
 
 Fn = Callable[..., Any]
 T = TypeVar("T")
+P = ParamSpec("P")
 # A CPU multiplies in a dtype if it has one of these capabilities (names of torch.cpu.get_capabilities).
 CPU_INSTRUCTIONS = {
     torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
@@ -76,6 +77,10 @@ class LaunchObserver(Protocol):
         """Observe that the events from `first_event` on happen again, `times` times."""
         ...
 
+    def run_repeatable(self, fn: Fn, args: tuple[Any, ...]) -> Any:
+        """Return what the repeatable function `fn` returns, which need not run again."""
+        ...
+
 
 _observer: ContextVar[LaunchObserver | None] = ContextVar("launch_observer", default=None)
 _options = {"kernels": "auto", "attention_kernel": "auto"}
@@ -114,6 +119,23 @@ def representatives(items: Sequence[T], kind: Callable[[T], Hashable]) -> Iterat
             first_event = observer.num_events()
             yield item
             observer.on_repeat(first_event, numbers[key] - 2)
+
+
+def repeatable(fn: Callable[P, T]) -> Callable[P, T]:
+    """Mark a function whose work and memory depend only on the shapes of tensors and the values of other arguments.
+
+    Within `observe_launches`, the observer may replay a run of the function with arguments of the same shapes. The
+    function must not write into its arguments, and autograd must not record it. Arguments are positional.
+    """
+
+    @functools.wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        observer = _observer.get()
+        if observer is None or kwargs:
+            return fn(*args, **kwargs)
+        return observer.run_repeatable(fn, args)
+
+    return run
 
 
 def device_type(device: torch.device) -> str:

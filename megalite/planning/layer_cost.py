@@ -5,6 +5,7 @@ the forward, B the backward to the input with everything that is recomputed, and
 computes them at once, in B. The part runs with the Triton kernels of a GPU, whatever device the plan is made on.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -22,20 +23,10 @@ from megalite.nn.wgrad_store import WeightGradStore
 from megalite.parallel.cpu.shared_memory import CollectiveBackend
 from megalite.parallel.mesh import Mesh, abstract_mesh
 from megalite.parallel.spec import ParamSpec
-from megalite.planning.meta_mode import MATMULS, META, MetaMode, aten
+from megalite.planning.meta_mode import META, MetaMode, OpTraits, cache_key
 
 M = TypeVar("M", bound=nn.Module)
 LAYER_AXES = ("tp", "cp", "ep", "etp", "ep_etp")  # the axes of collectives of layers, embedding and head
-NO_COST_OPS = {  # operations that move no bytes
-    aten._unsafe_view,
-    aten.detach,
-    aten.empty,
-    aten.empty_like,
-    aten.empty_strided,
-    aten.lift_fresh,
-    aten.new_empty,
-    aten.new_empty_strided,
-}
 
 
 @dataclass(frozen=True)
@@ -163,6 +154,36 @@ class LayerCost:
     def num_launches(self, phases: str) -> int:
         """Return the number of operations, kernels and collectives that the host starts in these phases."""
         return sum(event.phase in phases and not isinstance(event, CommWait) for event in self.trace)
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """A run of a repeatable function that can be replayed.
+
+    Attributes:
+        events: The events.
+        peak_bytes: The peak of live bytes above those at the start.
+        results: What the function returned, with a call that allocates it in place of each tensor.
+    """
+
+    events: tuple[TraceEvent, ...]
+    peak_bytes: int
+    results: Any
+
+
+MAX_RECORDINGS = 4096
+# function, phase and arguments -> the recording; None: runs with these arguments cannot be replayed
+_recordings: dict[Any, _Recording | None] = {}
+
+
+def _map_leaves(fn: Callable[[Any], Any], value: Any) -> Any:
+    """Return nested tuples and dataclasses with fn(x) for every other value x; a dataclass becomes a tuple."""
+    if dataclasses.is_dataclass(value):
+        return tuple(_map_leaves(fn, getattr(value, field.name)) for field in dataclasses.fields(value))
+    if isinstance(value, tuple):
+        leaves = [_map_leaves(fn, x) for x in value]
+        return type(value)(*leaves) if hasattr(value, "_fields") else tuple(leaves)
+    return fn(value)
 
 
 def _unique_bytes(values: Iterable[Any]) -> int:
@@ -294,12 +315,75 @@ class CostRecorder(MetaMode):
     def on_repeat(self, first_event: int, times: int) -> None:
         self.trace += self.trace[first_event:] * times
 
-    def on_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Any, ...]) -> None:
-        packet = op._overloadpacket
-        if not self.phase or op.is_view or packet in NO_COST_OPS:
+    def run_repeatable(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run a repeatable function (kernels/dispatch.py), or replay an earlier run with arguments of the same shapes.
+
+        A replay adds the same events to the trace and the same bytes to the peak. A run is only replayed if that is
+        all it does: it has no collectives, and its results are all that it leaves allocated.
+        """
+        tensors: list[Tensor] = []
+
+        def key_of(x: Any) -> Any:
+            if isinstance(x, Tensor):
+                tensors.append(x)
+            return cache_key(x)
+
+        try:
+            key = fn, self.phase, torch.is_grad_enabled(), _map_leaves(key_of, args)
+            storages = [storage_id(x) for x in tensors]
+            # arguments that share a storage count once in the bytes of an operation
+            key = *key, tuple((storages.index(storage_id(x)), x.storage_offset()) for x in tensors)
+            recording = _recordings.get(key)
+        except TypeError:
+            return fn(*args)
+        if not self.phase or any(storage not in self._storages for storage in storages):
+            return fn(*args)  # the run might count the bytes of an argument, or a gradient of a parameter
+        if recording is None:
+            if key in _recordings:
+                return fn(*args)
+            return self._record(fn, args, key)
+        self.trace += recording.events
+        self.peak = max(self.peak, self.live + recording.peak_bytes)
+        return _map_leaves(lambda x: x() if isinstance(x, partial) else x, recording.results)
+
+    def _record(self, fn: Callable[..., Any], args: tuple[Any, ...], key: Any) -> Any:
+        """Return the results of a repeatable function, and keep a recording of its run, or None if it is incomplete."""
+        first_event = len(self.trace)
+        num_sections = len(self.peaks[self.phase])
+        live, peak = self.live, self.peak
+        self.peak = live
+        results = fn(*args)
+        peak_bytes = self.peak - live
+        self.peak = max(self.peak, peak)
+        assert num_sections == len(self.peaks[self.phase]), f"{fn.__name__} is not repeatable: it adds weight gradients"
+        events = tuple(self.trace[first_event:])
+        tensors: list[Tensor] = []
+
+        def allocation(x: Any) -> Any:
+            """Return a call that allocates x, or a value that is no tensor itself."""
+            if not isinstance(x, Tensor):
+                return x
+            tensors.append(x)
+            return partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=META)
+
+        allocations = _map_leaves(allocation, results)
+        has_own_storages = len({storage_id(x) for x in tensors}) == len(tensors)
+        is_complete = (
+            has_own_storages
+            and all(x.nbytes == x.untyped_storage().nbytes() for x in tensors)
+            and self.live - live == sum(x.nbytes for x in tensors)
+            and not any(isinstance(event, CommStart | CommWait) for event in events)
+        )
+        if len(_recordings) >= MAX_RECORDINGS:
+            _recordings.clear()
+        _recordings[key] = _Recording(events, peak_bytes, allocations) if is_complete else None
+        return results
+
+    def on_op(self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Any, ...]) -> None:
+        if not self.phase or traits.moves_no_bytes:
             return
-        if packet in MATMULS:
-            index = MATMULS[packet]
+        index = traits.matmul_index
+        if index is not None:
             a, b = args[index : index + 2]
             batch_size = a.shape[0] if a.dim() > 2 else 1
             self._record_matmul([a, b, results[0]], a.shape[-2], b.shape[-1], a.shape[-1] * batch_size, groups=1)
@@ -308,7 +392,7 @@ class CostRecorder(MetaMode):
         for arg in args:
             if isinstance(arg, list | tuple):
                 values += arg
-        self.trace.append(MemoryOp(self.phase, packet.__name__, _unique_bytes(values)))
+        self.trace.append(MemoryOp(self.phase, traits.name, _unique_bytes(values)))
 
     def _record_matmul(
         self, tensors: list[Tensor], rows: float, columns: float, depth: float, groups: float, epilogue_bytes: int = 0

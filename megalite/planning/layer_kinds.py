@@ -2,10 +2,11 @@
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ from megalite.planning.layer_cost import CostRecorder, LayerCost
 from megalite.planning.meta_mode import META
 
 T = TypeVar("T")
+P = ParamSpec("P")
+COMPILER = "torch._dynamo"
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,22 @@ def single_document_sharding(model: ModelConfig, cp: int) -> SequenceSharding | 
     return shard_sequence(model.seq_length, cp, model.attention_windows) if cp > 1 else None
 
 
+def _repeat_after_import(measure: Callable[P, LayerCost]) -> Callable[P, LayerCost]:
+    """Let a function that measures a cost measure it again if torch has imported its compiler meanwhile.
+
+    The first call of torch's checkpoint imports it, and some mixers call checkpoint whatever is recomputed. The import
+    leaves the frames of its callers in a cycle, and the tensors in these count as saved until a garbage collection.
+    """
+
+    @functools.wraps(measure)
+    def run(*args: P.args, **kwargs: P.kwargs) -> LayerCost:
+        has_imported = COMPILER in sys.modules
+        cost = measure(*args, **kwargs)
+        return cost if has_imported or COMPILER not in sys.modules else measure(*args, **kwargs)
+
+    return run
+
+
 def layers_cost(
     kinds: tuple[LayerKind, ...],
     setting: LayerSetting,
@@ -138,10 +157,13 @@ def layers_cost(
         offload_min_numel: A single layer offloads the storages with at least this number of elements; None: no offload.
         first_in_stage: The layer that offloads is the first of its stage, so its input stays on the device.
     """
+    if not any(kind.spec.has_experts for kind in kinds):
+        setting = replace(setting, ep=1, etp=1)  # other layers have no parameters and no collectives over these axes
     return _layers_cost(kinds, setting, full_recompute, offload_min_numel, first_in_stage)
 
 
 @functools.lru_cache(maxsize=4096)
+@_repeat_after_import
 def _layers_cost(
     kinds: tuple[LayerKind, ...],
     setting: LayerSetting,
@@ -149,10 +171,6 @@ def _layers_cost(
     offload_min_numel: int | None,
     first_in_stage: bool,
 ) -> LayerCost:
-    if full_recompute or setting.recompute_modules:
-        # The first call of torch's checkpoint imports this. The import leaves the frames of its callers in a cycle, and
-        # the tensors in these would count as saved until a garbage collection.
-        from torch import _dynamo  # noqa: F401
     recorder = CostRecorder()
     first = kinds[0]
     mixers = [kind.spec for kind in kinds if kind.spec.mixer is not None]
@@ -219,7 +237,8 @@ def _rope_of_layers(kinds: Sequence[LayerKind], length: int) -> dict[RopeSpec, t
     return {rope: (torch.empty(shape, device=META), torch.empty(shape, device=META)) for rope, shape in shapes.items()}
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=1024)
+@_repeat_after_import
 def head_cost(
     model: ModelConfig, setting: LayerSetting, vocab_size: int, padded_vocab_size: int, z_loss: float
 ) -> LayerCost:
@@ -259,7 +278,8 @@ def head_cost(
     return replace(cost, saved_bytes=cost.saved_bytes - depth_bytes)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=1024)
+@_repeat_after_import
 def mtp_layer_cost(model: ModelConfig, setting: LayerSetting, full_recompute: bool = False) -> LayerCost:
     """Return the cost of a depth of multi-token prediction, without its embedding and its loss.
 

@@ -5,13 +5,14 @@
     storages     are live from the operation that creates them until their last reference is gone
 
 Every value that the host reads is 1, so the loss and the gradient norm are finite, and the optimizer step is taken.
-Results are cached by the shapes of the arguments, because most of torch's own functions for this device are slow
-Python. FakeTensorMode was rejected: it refuses such reads, needs CUDA for the backward of CUDA tensors, and has no data
-pointers.
+Results are cached by the shapes of the arguments for all modes of the process, because most of torch's own functions
+for this device are slow Python. FakeTensorMode was rejected: it refuses such reads, needs CUDA for the backward of CUDA
+tensors, and has no data pointers.
 """
 
 import weakref
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -46,14 +47,82 @@ ELEMENTWISE = (
     aten.floor_divide,
     aten.remainder,
 )
+NO_COST_OPS = {  # operations that move no bytes, besides views
+    aten._unsafe_view,
+    aten.detach,
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.lift_fresh,
+    aten.new_empty,
+    aten.new_empty_strided,
+}
 COMPARISONS = (aten.bitwise_or, aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge)
 # elementwise operation -> dtype of its result, None if it is promoted from the arguments'
 RESULT_DTYPES = {**dict.fromkeys(ELEMENTWISE), **dict.fromkeys(COMPARISONS, torch.bool)}
 # keyword arguments with values that do not change the result's shape, strides and dtype
 PLAIN_KWARGS = {"memory_format": (None, torch.contiguous_format, torch.preserve_format), "pin_memory": (None, False)}
+MAX_CACHED_RESULTS = 200_000
+# operation and arguments -> cache keys of its results, None for its first argument; [] if they are not cached
+_cached_results: dict[Any, list[Any]] = {}
 
 
-def _cache_key(value: Any) -> Any:
+@dataclass(frozen=True)
+class OpTraits:
+    """The properties of an operation that decide how it is run and counted.
+
+    Attributes:
+        name: Its name without that of the overload.
+        is_view: Its result is a view of an argument.
+        is_elementwise: Its result has the shape of its arguments, broadcast.
+        is_stack: It is `stack`.
+        is_to_copy: It is `_to_copy`.
+        reads_value: The host reads a number.
+        result_dtype: The dtype of the result of an elementwise operation; None: it is promoted from the arguments'.
+        matmul_index: The index of the left operand in the arguments of a product of matrices; otherwise None.
+        reduced_dims_index: The index of the reduced dimensions in the arguments of a reduction; otherwise None.
+        is_mutable: It writes into an argument.
+        moves_no_bytes: It only allocates, or returns an argument or a view of one.
+    """
+
+    name: str
+    is_view: bool
+    is_elementwise: bool
+    is_stack: bool
+    is_to_copy: bool
+    reads_value: bool
+    result_dtype: torch.dtype | None
+    matmul_index: int | None
+    reduced_dims_index: int | None
+    is_mutable: bool
+    moves_no_bytes: bool
+
+
+_traits: dict[int, OpTraits] = {}  # by id, because torch computes the hash of an operation in Python
+
+
+def op_traits(op: Any) -> OpTraits:
+    """Return the properties of an operation. Operations exist until the process ends."""
+    traits = _traits.get(id(op))
+    if traits is None:
+        packet = op._overloadpacket
+        traits = _traits[id(op)] = OpTraits(
+            name=packet.__name__,
+            is_view=op.is_view,
+            is_elementwise=packet in RESULT_DTYPES,
+            is_stack=packet is aten.stack,
+            is_to_copy=op is aten._to_copy.default,
+            reads_value=op is aten._local_scalar_dense.default,
+            result_dtype=RESULT_DTYPES.get(packet),
+            matmul_index=MATMULS.get(packet),
+            reduced_dims_index=REDUCTIONS.get(op),
+            is_mutable=op._schema.is_mutable,
+            moves_no_bytes=op.is_view or packet in NO_COST_OPS,
+        )
+    return traits
+
+
+def cache_key(value: Any) -> Any:
     """Return everything in an argument that an operation on the meta device depends on.
 
     Raises:
@@ -64,7 +133,7 @@ def _cache_key(value: Any) -> Any:
             raise TypeError
         return value.shape, value.stride(), value.dtype
     if isinstance(value, list | tuple):
-        return tuple(map(_cache_key, value))
+        return tuple(map(cache_key, value))
     return type(value), value  # 1 and 1.0 are equal
 
 
@@ -88,8 +157,6 @@ class MetaMode(TorchDispatchMode):
         self.live = 0
         self.peak = 0
         self._storages: dict[int, weakref.ref[Any]] = {}
-        # operation and arguments -> cache keys of its results, None for its first argument
-        self._results: dict[Any, list[Any]] = {}
         self._observers = ExitStack()
 
     def __enter__(self) -> Any:
@@ -111,50 +178,49 @@ class MetaMode(TorchDispatchMode):
     def on_repeat(self, first_event: int, times: int) -> None:
         """Handle events that happen again. Subclasses that count events override it."""
 
-    def on_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Any, ...]) -> None:
+    def on_op(self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Any, ...]) -> None:
         """Handle an operation that has run. Subclasses override it."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if op is aten._local_scalar_dense.default and args[0].is_meta:
+        traits = op_traits(op)
+        if traits.reads_value and args[0].is_meta:
             return 1
-        if op is aten._to_copy.default and args[0].is_meta and kwargs.get("device") == torch.device("cpu"):
+        if traits.is_to_copy and args[0].is_meta and kwargs.get("device") == torch.device("cpu"):
             return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-        result = self._run_op(op, args, kwargs)
+        result = self._run_op(op, traits, args, kwargs)
         results = tuple(result) if isinstance(result, tuple | list) else (result,)
-        self.on_op(op, args, kwargs, results)
+        self.on_op(traits, args, kwargs, results)
         for x in results:
             if isinstance(x, Tensor) and x.is_meta:
                 self._track(x)
         return result
 
-    def _run_op(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        packet = op._overloadpacket
-        if packet in RESULT_DTYPES:
-            result = _elementwise_result(op, args, kwargs)
+    def _run_op(self, op: Any, traits: OpTraits, args: Any, kwargs: dict[str, Any]) -> Any:
+        if traits.is_view:
+            return op(*args, **kwargs)
+        if traits.is_elementwise:
+            result = _elementwise_result(traits, op, args, kwargs)
             if result is not None:
                 return result
         # torch's own functions for matmuls, stack and reductions import parts of its compiler, which takes seconds
-        if packet in MATMULS:
-            return _matmul_result(op, args, kwargs)
-        if packet is aten.stack:
+        if traits.matmul_index is not None:
+            return _matmul_result(op, traits.matmul_index, args, kwargs)
+        if traits.is_stack:
             return _stack_result(*args)
-        if op in REDUCTIONS and args[0].is_meta:
-            return _reduction_result(op, args, kwargs)
+        if traits.reduced_dims_index is not None and args[0].is_meta:
+            return _reduction_result(traits, args, kwargs)
         try:
-            key = op, _cache_key(args), _cache_key(tuple(kwargs.items()))
-            cached_results = self._results.get(key)
+            key = id(op), cache_key(args), cache_key(tuple(kwargs.items())) if kwargs else ()
+            cached_results = _cached_results.get(key)
         except TypeError:  # also if an argument is not hashable
             return op(*args, **kwargs)
-        if cached_results is not None:
-            results = tuple(args[0] if result is None else _empty_like_key(result) for result in cached_results)
-            return results[0] if len(results) == 1 else results
-        result = op(*args, **kwargs)
-        results = result if isinstance(result, tuple) and len(result) > 1 else (result,)
-        args_are_unchanged = key[1] == _cache_key(args)
-        if args_are_unchanged and all(isinstance(x, Tensor) and _is_new(x, args) for x in results):
-            self._results[key] = [None if args and x is args[0] else _cache_key(x) for x in results]
-        return result
+        if cached_results is None:
+            return _run_and_cache(op, args, kwargs, key)
+        if not cached_results:
+            return op(*args, **kwargs)
+        results = tuple(args[0] if result is None else _empty_like_key(result) for result in cached_results)
+        return results[0] if len(results) == 1 else results
 
     def _track(self, x: Tensor) -> None:
         """Count the bytes of the storage of x from now until its last reference is gone."""
@@ -185,6 +251,20 @@ class MetaMode(TorchDispatchMode):
         return True
 
 
+def _run_and_cache(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
+    """Return the result of an operation, and cache what it is for arguments with this key."""
+    result = op(*args, **kwargs)
+    results = result if isinstance(result, tuple) and len(result) > 1 else (result,)
+    cached_results: list[Any] = []
+    args_are_unchanged = key[1] == cache_key(args)
+    if args_are_unchanged and all(isinstance(x, Tensor) and _is_new(x, args) for x in results):
+        cached_results = [None if args and x is args[0] else cache_key(x) for x in results]
+    if len(_cached_results) >= MAX_CACHED_RESULTS:
+        _cached_results.clear()
+    _cached_results[key] = cached_results
+    return result
+
+
 def _is_new(x: Tensor, args: tuple[Any, ...]) -> bool:
     """Return whether x is a new tensor, or the first argument written in place, but not a view."""
     if args and x is args[0]:
@@ -192,7 +272,7 @@ def _is_new(x: Tensor, args: tuple[Any, ...]) -> bool:
     return x.is_meta and storage_id(x) not in {storage_id(a) for a in args if isinstance(a, Tensor)}
 
 
-def _elementwise_result(op: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
+def _elementwise_result(traits: OpTraits, op: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
     """Return the contiguous result of an elementwise operation; None if it may have another layout."""
     tensors = [x for x in args if isinstance(x, Tensor)]
     has_plain_kwargs = all(kwargs[name] in PLAIN_KWARGS.get(name, ()) for name in kwargs.keys() - {"out"})
@@ -205,7 +285,7 @@ def _elementwise_result(op: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | 
         raise RuntimeError(f"{op}: the shapes {shapes} cannot be combined") from None
     if "out" in kwargs:
         return kwargs["out"] if kwargs["out"].shape == shape else None
-    dtype = RESULT_DTYPES[op._overloadpacket]
+    dtype = traits.result_dtype
     if dtype is None:
         dtype = torch.result_type(*args[:2]) if len(args) > 1 else args[0].dtype
     return torch.empty(shape, dtype=dtype, device=META)
@@ -223,9 +303,10 @@ def _stack_result(tensors: list[Tensor], dim: int = 0) -> Tensor:
     return torch.empty(shape, dtype=tensors[0].dtype, device=META)
 
 
-def _reduction_result(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _reduction_result(traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     x = args[0]
-    dims_index = REDUCTIONS[op]
+    dims_index = traits.reduced_dims_index
+    assert dims_index is not None
     dims = {dim % x.dim() for dim in args[dims_index]} if len(args) > dims_index else set(range(x.dim()))
     keepdim = args[dims_index + 1 :] == (True,)
     shape = []
@@ -234,17 +315,16 @@ def _reduction_result(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             shape.append(size)
         elif keepdim:
             shape.append(1)
-    dtype = torch.bool if op is aten.all.default else kwargs.get("dtype") or x.dtype
+    dtype = torch.bool if traits.name == "all" else kwargs.get("dtype") or x.dtype
     return torch.empty(shape, dtype=dtype, device=META)
 
 
-def _matmul_result(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _matmul_result(op: Any, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the product of two matrices, or of two batches of matrices.
 
     Raises:
         RuntimeError: They cannot be multiplied.
     """
-    index = MATMULS[op._overloadpacket]
     a, b = args[index : index + 2]
     shape = torch.Size((*a.shape[:-1], b.shape[-1]))
     out = kwargs.get("out", args[0]) if op._schema.is_mutable else None

@@ -14,7 +14,7 @@ planning/memory.py adds temporary tensors. Memory of CUDA and NCCL is not counte
 import functools
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megalite.config.options import Config, ModelConfig
@@ -53,9 +53,19 @@ class ModelStates:
         return [states[key] for key in keys]
 
     def _state_of(self, rank: int) -> ModelStateBytes:
-        mesh = self.shape.mesh_at(rank)
-        chunks = self.balance.build_stages(mesh, self.shape.dtype, meta=True)
-        return ModelStateBytes.from_modules(chunks, mesh, self.shape.bytes_per_element, self.shape.config)
+        """Return the model state of a rank, which does not depend on micro-batches and on what backward recomputes."""
+        config = self.shape.config
+        train = replace(
+            config.train,
+            micro_batch_size=1,
+            recompute_granularity=None,
+            recompute_method=None,
+            recompute_num_layers=None,
+            recompute_modules=(),
+        )
+        config = replace(config, train=train, parallel=replace(config.parallel, split_backward=False))
+        ranges = tuple(self.balance.layer_ranges)
+        return _model_state(_StateRequest(config, self.shape.world, self.shape.vocab_size, ranges, rank, self))
 
     @property
     def fullest_rank(self) -> int:
@@ -93,6 +103,25 @@ class ModelStates:
         model = self.shape.config.model
         active_experts = self.params_by_view["expert"] * model.moe_router_topk // (model.num_experts or 1)
         return self.params_by_view["dense"] + active_experts
+
+
+@dataclass(frozen=True)
+class _StateRequest:
+    """What the model state of a pipeline rank depends on; `states`, which computes it, does not count."""
+
+    config: Config
+    world: int
+    vocab_size: int
+    layer_ranges: tuple[range, ...]
+    rank: int
+    states: ModelStates = field(compare=False)
+
+
+@functools.lru_cache(maxsize=256)  # plans of a search that differ in other options share it
+def _model_state(request: _StateRequest) -> ModelStateBytes:
+    states, mesh = request.states, request.states.shape.mesh_at(request.rank)
+    chunks = states.balance.build_stages(mesh, states.shape.dtype, meta=True)
+    return ModelStateBytes.from_modules(chunks, mesh, states.shape.bytes_per_element, states.shape.config)
 
 
 @functools.lru_cache(maxsize=64)

@@ -154,17 +154,26 @@ class TimeModel:
         cp_wait = 0.0
         # id of a collective -> its end, its duration, the time of its CommStart, its axis
         in_flight: dict[int, tuple[float, float, float, str]] = {}
+        durations: dict[int, float] = {}  # of events that happen repeatedly, as in recurrent layers, by their id
         for event in events:
+            seconds = durations.get(id(event))
+            if seconds is not None:
+                now += seconds
+                continue
             match event:
                 case Matmul():
-                    now += self._matmul_event_s(event, is_head)
+                    seconds = self._matmul_event_s(event, is_head)
+                    now += seconds
                     if event.epilogue_bytes:
                         now += self.memory_s(event.epilogue_bytes)
+                    else:
+                        durations[id(event)] = seconds
                 case AttentionKernel():
                     now += self.attention_s(event.kernel, event.flops)
                 case MemoryOp():
                     if not (is_head and event.name.startswith("cross_entropy")):
-                        now += self.memory_s(event.num_bytes) + self.profile.kernel_s
+                        durations[id(event)] = self.memory_s(event.num_bytes) + self.profile.kernel_s
+                        now += durations[id(event)]
                 case CommStart():
                     group = self.layer_groups[event.axis]
                     if event.op == "all-to-all":

@@ -12,8 +12,11 @@ from formulas import head_flops, layer_flops_by_part, layer_saved_bytes, layer_w
 from train_cases import config_from
 
 from megalite.config.options import ModelConfig
-from megalite.planning.layer_cost import CommStart
-from megalite.planning.layer_kinds import LayerSetting, embedding_cost, head_cost, layer_kinds, layers_cost
+from megalite.kernels.dispatch import repeatable
+from megalite.planning import meta_mode
+from megalite.planning.layer_cost import CommStart, CostRecorder, LayerCost, MemoryOp
+from megalite.planning.layer_kinds import LayerKind, LayerSetting, embedding_cost, head_cost, layer_kinds, layers_cost
+from megalite.planning.layer_kinds import _layers_cost as measure_layers
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --group-query-attention"
@@ -143,15 +146,25 @@ assert "torch._dynamo" not in sys.modules and "triton" not in sys.modules"""
     assert result.returncode == 0, result.stderr
 
 
-def test_first_cost_with_recompute_equals_later_ones() -> None:
-    """A search runs without garbage collection, so a reference cycle would keep tensors of the first cost allocated."""
-    code = """import gc, sys
+LATENT = "--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 32"
+
+
+@pytest.mark.parametrize(
+    "flags,full", [(KINDS["llama"], True), (f"--disable-bias-linear {LATENT}", False)], ids=["recompute", "latent"]
+)
+def test_first_cost_equals_later_ones(flags: str, full: bool) -> None:
+    """A search runs without garbage collection, so a reference cycle would keep tensors of the first cost allocated.
+
+    Latent attention recomputes parts of itself in any case.
+    """
+    code = f"""import gc, sys
 sys.path[:0] = ["tests/support", "tests/planning"]
-from test_layer_cost import KINDS, layer_kinds, layers_cost, model_of, setting
+from test_layer_cost import layer_kinds, layers_cost, measure_layers, model_of, setting
 gc.disable()
-kinds = layer_kinds(model_of(KINDS["llama"]))[:1]
-first, second = (layers_cost(kinds * n, setting(2), full_recompute=True) for n in (1, 2))
-assert first.saved_bytes == second.saved_bytes  # the input of the first layer"""
+kinds = layer_kinds(model_of({flags!r}))[:1]
+first = layers_cost(kinds, setting(2), full_recompute={full})
+measure_layers.cache_clear()
+assert first == layers_cost(kinds, setting(2), full_recompute={full})"""
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
 
@@ -167,3 +180,79 @@ def test_launches_are_counted_with_recompute() -> None:
     )
     assert plain.num_launches("F") == recomputed.num_launches("F") == 12 == split.num_launches("F") - 4
     assert recomputed.num_launches("BW") == plain.num_launches("BW") + 11  # no gradient needs the last sum
+
+
+def full_trace(kind: LayerKind, setting: LayerSetting, full_recompute: bool) -> LayerCost:
+    """Return the cost of a layer without anything that is reused: runs, results of operations, costs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CostRecorder, "run_repeatable", lambda self, fn, args: fn(*args))
+        patch.setattr(meta_mode, "_cached_results", {})
+        patch.setattr(meta_mode, "MAX_CACHED_RESULTS", 0)
+        return measure_layers.__wrapped__((kind,), setting, full_recompute, None, False)
+
+
+RECURRENT = f"""{LLAMA} {GROUPS} 4 --hybrid-layer-pattern LETTER-LETTERE --linear-num-key-heads 4 --num-experts 4
+ --linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16 --mamba-num-groups 4"""
+
+
+@pytest.mark.parametrize("letter", ["G", "K", "M"])
+def test_a_cost_from_repeated_runs_equals_the_full_trace(letter: str) -> None:
+    """Runs of a recurrence are replayed in layers that differ in other respects, and after them."""
+    model = model_of(f"{RECURRENT.replace('LETTER', letter)} --seq-length 1024 --max-position-embeddings 1024")
+    kinds = list(dict.fromkeys(layer_kinds(model)))
+    assert [kind.spec.has_experts for kind in kinds] == [False, True]
+    settings = [setting(tp, split) for tp, split in ((1, False), (2, True))]
+    settings.append(replace(setting(1, recompute=("gdn", "kda", "mamba", "layernorm")), ep=2))
+    for layer_setting, full_recompute in [(settings[0], True), *((each, False) for each in settings)]:
+        for kind in kinds:
+            replayed = measure_layers.__wrapped__((kind,), layer_setting, full_recompute, None, False)
+            assert replayed == full_trace(kind, layer_setting, full_recompute)
+            assert layers_cost((kind,), layer_setting, full_recompute) == replayed
+
+
+def test_a_run_is_replayed_with_arguments_of_the_same_shapes_only() -> None:
+    runs = []
+
+    @repeatable
+    def double(x: torch.Tensor, y: torch.Tensor, factor: int) -> tuple[torch.Tensor, None]:
+        runs.append(factor)
+        return (x * y) * factor, None
+
+    def total(*shapes: int, factor: int = 2, share: bool = False) -> tuple[int, int, int]:
+        recorder = CostRecorder()
+        with recorder:
+            x, y = (torch.empty(n, 8, device="meta") for n in shapes)
+            result, none = recorder.run_phase("F", lambda: double(x, x if share else y, factor))
+        assert none is None and result.shape == (max(shapes), 8)
+        return (
+            sum(event.num_bytes for event in recorder.trace if isinstance(event, MemoryOp)),
+            recorder.peaks["F"][""],
+            recorder.live,
+        )
+
+    first = total(4, 4)
+    assert total(4, 4) == first and runs == [2]
+    assert first == (5 * 4 * 8 * 4, 2 * 4 * 8 * 4, 3 * 4 * 8 * 4)
+    assert total(4, 4, share=True)[0] == 4 * 4 * 8 * 4 and len(runs) == 2  # an argument twice counts once
+    assert total(4, 1) != first and len(runs) == 3
+    assert total(4, 4, factor=3) == first and len(runs) == 4
+
+
+def test_a_run_that_keeps_or_shares_memory_is_not_replayed() -> None:
+    runs = []
+
+    @repeatable
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        runs.append(x + 1)
+        return x * 2
+
+    @repeatable
+    def view(x: torch.Tensor) -> torch.Tensor:
+        runs.append(None)
+        return x[:2]
+
+    with CostRecorder() as recorder:
+        x = torch.empty(4, device="meta")
+        for n in (1, 2):
+            recorder.run_phase("F", lambda: (keep(x), view(x)))
+            assert len(runs) == 2 * n
