@@ -5,6 +5,7 @@ python tools/plan.py --preset llama3-405b --num-gpus 16384 --seq-length 8192 --g
 python tools/plan.py --ask                              asks for everything that it needs, with defaults
 python tools/plan.py --hf config.json --device a100 --num-gpus 64 --global-batch-size 256 --tokens 300B
 python tools/plan.py memory --preset llama3-8b --num-gpus 8 --tp 2 --pp 2        memory of one layout
+python tools/plan.py overlap --preset llama3-8b --num-gpus 64 --zero-stage 3     exposed communication by batch
 python tools/plan.py sizes --dp 64                      bytes of state by size and ZeRO stage
 python tools/plan.py tokens --preset llama3-8b          tokens, FLOPs, steps, days
 python tools/plan.py calibrate --out profile.json       measure this device, for --profile
@@ -33,15 +34,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.config.options import ConfigError
 from tools.cli_common import exits_with, make_parser, number_in_range, positive_int, run_program
 
-COMMANDS = ("memory", "sizes", "published", "tokens", "calibrate")  # besides the plan itself ("") and compare
+# besides the plan itself ("") and compare
+COMMANDS = ("memory", "overlap", "sizes", "published", "tokens", "calibrate")
 
 
 def build_parser(command: str) -> argparse.ArgumentParser:
     """Return the parser of a command's flags; the plan itself is the command ""."""
     parser = make_parser(__doc__, f"{Path(sys.argv[0]).name} {command}" if command else None)
-    if command in ("", "memory", "tokens"):
+    if command in ("", "memory", "overlap", "tokens"):
         add_cluster_flags(parser)
-    if command in ("", "memory", "tokens", "calibrate"):
+    if command in ("", "memory", "overlap", "tokens", "calibrate"):
         parser.add_argument(
             "--precision", choices=["bf16", "fp16", "fp32"], help="default bf16, or that of --bf16 or --fp16"
         )

@@ -247,6 +247,26 @@ def test_plan_reports_shortage_in_its_unit(capsys: pytest.CaptureFixture[str]) -
         assert unit in rows["time"] and not any(text.startswith("0 ") for text in rows.values()), rows
 
 
+@pytest.mark.presubmit
+def test_overlap_has_the_exposed_communication_of_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each row is the plan with its batch, and larger batches hide more."""
+    layout = "--num-layers 4 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --vocab-size 32000".split()
+    layout += "--num-gpus 32 --pp 2 --zero-stage 2".split()
+    assert plan.main(["overlap", *layout]) == 0
+    text = capsys.readouterr().out
+    rows = [line.split() for line in text.splitlines() if line[:1].isdigit()]
+    exposed = [float(row[row.index("%") - 1]) for row in rows]
+    assert len(rows) == 10 and exposed[:5] == sorted(exposed[:5], reverse=True) and exposed[0] > exposed[4]
+    assert exposed[5:] == sorted(exposed[5:], reverse=True) and exposed[0] == exposed[5]
+    for row, share in [*zip(rows, exposed, strict=True)][1:7:5]:
+        batch = ["--micro-batch-size", row[0], "--global-batch-size", row[2].replace(",", "")]
+        plan.main([*layout, *batch, "--json", str(tmp_path / "plan.json")])
+        [planned] = json.loads((tmp_path / "plan.json").read_text())["plans"]
+        parts = planned["parts"]
+        shares = sum(parts[axis] for axis in ("tp", "cp", "pp", "dp")) / sum(parts.values())
+        assert share == pytest.approx(100 * shares, abs=0.06)
+
+
 def test_plan_of_a_given_layout(capsys: pytest.CaptureFixture[str]) -> None:
     argv = [*SHAPE, *BATCH, "--tp", "2", "--pp", "2", "--micro-batch-size", "2"]
     assert plan.main(argv) == 0

@@ -24,10 +24,19 @@ from megalite.planning.run_plan import RunPlan
 from megalite.training.logging.log_format import aligned_table
 from megalite.training.logging.plan_summary import stage_rows
 from tools.cli_common import find_unwritable, write_json
-from tools.planning import format_plan, published_runs, recommend, token_budget, wizard
+from tools.planning import format_plan, overlap, published_runs, recommend, token_budget, wizard
 from tools.planning.calibrate import CalibrationError, calibrate
 from tools.planning.plan_request import Request, plan_problems, read_request
-from tools.planning.search import MAX_SIMULATED, Layout, SearchResult, apply_layout, layout_of, plan_for, search
+from tools.planning.search import (
+    MAX_SIMULATED,
+    USABLE_MEMORY,
+    Layout,
+    SearchResult,
+    apply_layout,
+    layout_of,
+    plan_for,
+    search,
+)
 from tools.planning.token_budget import TokenBudget, chinchilla_tokens, parse_quantity
 from tools.plots.plan import picture
 from tools.plots.style import save
@@ -46,6 +55,7 @@ def run(command: str, args: argparse.Namespace, argv: list[str]) -> int:
     commands = {
         "": run_plan,
         "memory": run_memory,
+        "overlap": run_overlap,
         "sizes": run_sizes,
         "tokens": run_tokens,
         "calibrate": run_calibrate,
@@ -98,6 +108,20 @@ def run_memory(args: argparse.Namespace, argv: list[str]) -> int:
     device = request.cluster.device
     print(f"a {device.name} has {device.memory_bytes / 2**30:.1f} GiB, less what CUDA and NCCL take")
     return 0 if max(rank.peak for rank in memory) <= device.memory_bytes else 1
+
+
+def run_overlap(args: argparse.Namespace, argv: list[str]) -> int:
+    """Print the exposed communication of one layout by batch."""
+    request, profile = _read(args, argv)
+    if request.config.train.step_batch_size_schedule is not None:
+        raise ConfigError(["step_batch_size_schedule is set, and batches are compared; drop it"])
+    limit = int(USABLE_MEMORY * request.cluster.device.memory_bytes)
+    print(f"exposed communication as a share of a step: {layout_of(request.config)}")
+    print("\nlarger micro-batches, one for each pipeline rank:")
+    print(aligned_table(overlap.overlap_rows([*overlap.by_micro_batch(request, profile)], limit)))
+    print("\nmore micro-batches in a step:")
+    print(aligned_table(overlap.overlap_rows([*overlap.by_number(request, profile)], limit)))
+    return 0
 
 
 def run_sizes(args: argparse.Namespace, _: list[str]) -> int:
