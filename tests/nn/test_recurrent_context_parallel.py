@@ -18,7 +18,7 @@ from torch import Tensor
 from train_cases import stage_from
 
 from megalite.kernels.attention import Documents
-from megalite.kernels.delta_rule import Recurrence, RecurrenceInputs, delta_rule_reference
+from megalite.kernels.delta_rule import Recurrence, RecurrenceInputs, delta_rule, delta_rule_reference
 from megalite.nn import map_composition
 from megalite.nn.map_composition import count_exchange, states_before
 from megalite.nn.micro_batch import Batch, ForwardContext
@@ -140,7 +140,7 @@ def test_states_of_any_order_of_ranges_equal_a_loop_over_them(
     assert not any(results)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     num_ranks=st.integers(1, 8),
@@ -169,6 +169,20 @@ def test_documents_that_end_at_the_edges_of_ranks(kind: str, windows: list[None]
     sharding = shard_sequence(64, 4, windows)
     assert sharding.range_ranks() == (_zigzag(4) if windows else _in_order(4))
     _assert_equals_definition(kind, sharding, lengths)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunk_size", [513, 544, 575])
+def test_ranges_beyond_a_group_of_chunks_equal_one_process(kind: str, chunk_size: int) -> None:
+    """After a group of 512 tokens follow one token, half a chunk, and all but one token of a chunk."""
+    sharding = SequenceSharding(((0, 3), (1, 2)), chunk_size, (0,) * 4)
+    inputs = _inputs(kind, 4 * chunk_size, decay=0.01)
+    do = _random(*inputs.v.shape, seed=5)
+    documents_BT = _documents([chunk_size, 700, 1, 3 * chunk_size - 701])
+    recurrence = Recurrence(K**-0.5, kind != "mamba2")
+    actual = _sharded(sharding, inputs, recurrence, documents_BT, do)
+    full = replace(recurrence, documents_BS=documents_BT)
+    assert _max_error(actual, _with_grads(lambda x: delta_rule(x, full)[0], inputs, do)) < 1e-12
 
 
 def _received(ranks: list[int], columns: int) -> list[int]:

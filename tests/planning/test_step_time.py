@@ -177,7 +177,11 @@ def test_sharded_weights_are_gathered_for_each_pass(flags: str, reduced: int, un
     assert 0.7 < (waits.seconds - waits.parts["pp"]) / (moved / 1e5) < 1.25  # some of the messages hide, too
 
 
-@pytest.mark.parametrize("exchange", ["allgather", "a2a"])
+RECURRENT = """ --experimental-attention-variant gated_delta_net --linear-attention-freq [1,1,1,1,1,1,1,1]
+ --linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 64 --linear-value-head-dim 64"""
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "a2a", f"allgather {RECURRENT}", f"a2a {RECURRENT}"])
 def test_cp_and_tp_waits_are_separate(exchange: str) -> None:
     """The ranks of tp are on one node and those of cp on two; half of a layer's cp bytes go over the slow link."""
     plan, alone = (make_plan(f"--tp 2 --cp {cp} --cp-comm-type {exchange} --global-batch-size 6", 4) for cp in (2, 1))
