@@ -27,6 +27,7 @@ from megalite.planning.memory import rank_memory
 from megalite.planning.run_plan import RunPlan, make_run_plan
 from megalite.training.datasets import DatasetBundle, build_datasets
 from megalite.training.dry_run import CollectiveCall, dry_run_rank, record_collectives
+from megalite.training.logging.plan_summary import format_plan
 from megalite.training.setup import SetupError
 from megalite.training.train_step import train_step
 
@@ -90,6 +91,25 @@ def rows_of(table: str) -> list[Any]:
     mark = pytest.mark.nightly(guards=("megalite/planning", "megalite/training/dry_run.py", "megalite/optim"))
     rows = [(row, marks) for name, marks in (("often", ()), ("seldom", mark)) for row in TABLES[table][name]]
     return [pytest.param(world, flags.format_map(FLAGS), marks=marks) for (world, flags), marks in rows]
+
+
+@pytest.mark.parametrize(
+    "exchange,seq_length,expected",
+    [
+        ("auto", 32, "maps of states in 0 layers, heads in 2"),
+        ("auto", 512, "maps of states in 2 layers, heads in 0"),
+        ("allgather", 32, "maps of states in 2 layers, heads in 0"),
+        ("a2a", 512, "maps of states in 0 layers, heads in 2"),
+        ("a2a a2a allgather a2a allgather a2a", 32, "maps of states in 1 layer, heads in 1"),
+    ],
+)
+def test_plan_prints_what_recurrent_layers_exchange(exchange: str, seq_length: int, expected: str) -> None:
+    flags = (
+        f"{FLAGS['LLAMA']} {FLAGS['DELTA']} --num-layers 3 --hybrid-layer-pattern G-G-*- --global-batch-size 8 --cp 2"
+    )
+    lengths = f"--seq-length {seq_length} --max-position-embeddings {seq_length}"
+    plan, sources = plan_and_sources(f"{flags} {lengths} --cp-comm-type {exchange}", 2)
+    assert f"cp ranks exchange {expected}" in " ".join(format_plan(plan, sources, 2).split())
 
 
 @pytest.mark.parametrize("world,flags", rows_of("as_rank"))

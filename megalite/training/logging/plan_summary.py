@@ -133,7 +133,8 @@ def _describe_recurrent_exchange(plan: RunPlan) -> str:
     assert sharding is not None
     specs = [layer for layer in model.layers if layer.is_recurrent]
     num_a2a = sum(resolve_cp_comm_type(model, spec, shape.tp, sharding, shape.dtype) == "a2a" for spec in specs)
-    return f"cp ranks exchange maps of states in {len(specs) - num_a2a} layers, heads in {num_a2a}"
+    num_maps = len(specs) - num_a2a
+    return f"cp ranks exchange maps of states in {num_maps} {plural('layer', num_maps)}, heads in {num_a2a}"
 
 
 def plan_as_json(plan: RunPlan, sources: DatasetBundle, hosts: Sequence[str], device: torch.device) -> dict[str, Any]:
