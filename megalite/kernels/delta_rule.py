@@ -241,7 +241,8 @@ class _Chunks:
     """The terms of N chunks of a group that do not depend on the state (see the top of the file).
 
     Heads of all samples are one dim: q_in [N, B H, C, K], scores [N, B H, C, C], u [N, B H, C, V], w [N, B H, C, K],
-    k_out [N, B H, C, K], decay [N, B H, 1 or K, 1]. Without a correction, `inverse` and `w` are None.
+    k_out [N, B H, C, K], decay [N, B H, K, 1], or one number of a head. `inverse` and `w` are
+    None without a correction.
     """
 
     def __init__(self, group: _Group):
