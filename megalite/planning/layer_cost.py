@@ -386,7 +386,8 @@ class CostRecorder(MetaMode):
         if index is not None:
             a, b = args[index : index + 2]
             batch_size = a.shape[0] if a.dim() > 2 else 1
-            self._record_matmul([a, b, results[0]], a.shape[-2], b.shape[-1], a.shape[-1] * batch_size, groups=1)
+            # the products of a batch fill the device together, like one with all of their rows
+            self._record_matmul([a, b, results[0]], a.shape[-2] * batch_size, b.shape[-1], a.shape[-1], groups=1)
             return
         values = [*args, *kwargs.values(), *results]
         for arg in args:

@@ -14,7 +14,7 @@ from train_cases import config_from
 from megalite.config.options import ModelConfig
 from megalite.kernels.dispatch import repeatable
 from megalite.planning import meta_mode
-from megalite.planning.layer_cost import CommStart, CostRecorder, LayerCost, MemoryOp
+from megalite.planning.layer_cost import CommStart, CostRecorder, LayerCost, Matmul, MemoryOp
 from megalite.planning.layer_kinds import LayerKind, LayerSetting, embedding_cost, head_cost, layer_kinds, layers_cost
 from megalite.planning.layer_kinds import _layers_cost as measure_layers
 
@@ -256,3 +256,15 @@ def test_a_run_that_keeps_or_shares_memory_is_not_replayed() -> None:
         for n in (1, 2):
             recorder.run_phase("F", lambda: (keep(x), view(x)))
             assert len(runs) == 2 * n
+
+
+def test_products_of_a_batch_count_together() -> None:
+    """The time of a product depends on the tiles of its result, and each product of a batch has tiles of its own."""
+    recorder = CostRecorder()
+    with recorder:
+        a, b = torch.empty(30, 64, 16, device="meta"), torch.empty(30, 16, 128, device="meta")
+        recorder.run_phase("F", lambda: a @ b)
+    (event,) = recorder.trace
+    assert isinstance(event, Matmul)
+    assert (event.rows, event.columns, event.depth) == (30 * 64, 128, 16)
+    assert event.flops == 30 * 2 * 64 * 128 * 16

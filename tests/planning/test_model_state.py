@@ -13,7 +13,9 @@ from megalite.config.options import ConfigError
 from megalite.config.validation import find_problems
 from megalite.models.gpt import Stage
 from megalite.optim.distributed_optimizer import DistributedOptimizer
+from megalite.planning import run_plan
 from megalite.planning.meta_mode import META, MetaMode
+from megalite.planning.model_state import ModelStateBytes
 from megalite.planning.run_plan import RunPlan, make_run_plan
 from megalite.training.setup import _build_pipeline, build_update_rules
 
@@ -107,3 +109,26 @@ def test_min_model_state_of_a_large_model_is_nearly_exact(layout: str) -> None:
         assert plan.balance.min_model_state.on_rank(split, rank, plan.shape.placement) == pytest.approx(
             state.total, rel=1e-3
         )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "--micro-batch-size 2",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--recompute-granularity selective --recompute-modules layernorm mlp",
+        "--split-backward",
+    ],
+)
+def test_plans_that_differ_in_micro_batches_and_recomputation_share_model_states(other: str) -> None:
+    def states_of(flags: str) -> list[ModelStateBytes]:
+        plan = make_run_plan(config_from(f"{MODEL} {LLAMA} --num-layers 4 --pp 2 {flags}"), 8, 130)
+        return plan.model_states.by_rank
+
+    run_plan._model_state.cache_clear()
+    expected = states_of(f"--zero-stage 2 {other}")
+    run_plan._model_state.cache_clear()
+    first, other_states = states_of("--zero-stage 2"), states_of(f"--zero-stage 2 {other}")
+    assert other_states == first == expected
+    assert all(x is y for x, y in zip(first, other_states, strict=True))
+    assert states_of("--zero-stage 3") != first
