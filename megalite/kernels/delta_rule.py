@@ -22,11 +22,10 @@ document's numbers change no bit of a result.
 
 Inputs are sequence first. G key heads serve H value heads, H a multiple of G. Saved for backward are the inputs, and
 the state at the start of every group of 512 tokens: H K V / 512 elements per token. Backward recomputes one group at a
-time. All sums are in fp32 (fp64 for fp64 inputs), in a fixed order.
+time. All sums are in fp32 (fp64 for fp64 inputs), in a fixed order. The Triton form is in kernels/delta_rule_triton.py.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,75 +33,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from megalite.kernels import delta_rule_triton
 from megalite.kernels.decayed_scores import ChannelDecays, ChunkTokens, HeadDecays
-from megalite.kernels.dispatch import accum_dtype, power_of_two, repeatable, representatives, size_for_device
+from megalite.kernels.dispatch import accum_dtype, repeatable, representatives
+from megalite.kernels.recurrence_inputs import L2_NORM_EPS, Recurrence, RecurrenceInputs
 
-# tokens of a chunk; shorter ones have fewer products, but take more operations
-CHUNK = {"cpu": 32, "cuda": 64}
-GROUP_CHUNKS = {"cpu": 16, "cuda": 8}
 INVERSE_BLOCK = 16
-L2_NORM_EPS = 1e-6  # that of Qwen3-Next and flash-linear-attention
-
-
-class RecurrenceInputs(NamedTuple):
-    """The inputs of S tokens: q_SBGK, k_SBGK, v_SBHV, log_decay [S, B, H] or [S, B, H, K], beta_SBH or None."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor
-    beta: Tensor | None
-
-    def tokens(self, span: slice) -> "RecurrenceInputs":
-        """Return the inputs of some tokens."""
-        return RecurrenceInputs(*(None if x is None else x[span] for x in self))  # type: ignore[arg-type]
-
-    @property
-    def state_shape(self) -> tuple[int, int, int, int]:
-        """[B, H, K, V]."""
-        return self.v.shape[1], self.v.shape[2], self.k.shape[3], self.v.shape[3]
-
-    @property
-    def is_channel_decay(self) -> bool:
-        return self.log_decay.dim() == 4
-
-
-@dataclass(frozen=True)
-class Recurrence:
-    """The properties of a recurrence, and the documents of its tokens.
-
-    scale         factor of q
-    normalize_qk  divide each q and k by sqrt(|x|^2 + 1e-6) first
-    documents_BS  a number for each token that differs between documents, like a document's first position; None: each
-                  sample is one document
-    previous_B    that number of the token before the first one, to whose document the initial state belongs; None:
-                  there is no initial state, or it belongs to the document of the first token
-    chunk_size    tokens of a chunk, rounded up to a power of two; None: that of the device (CHUNK)
-    """
-
-    scale: float = 1.0
-    normalize_qk: bool = False
-    documents_BS: Tensor | None = None
-    previous_B: Tensor | None = None
-    chunk_size: int | None = None
-
-    def tokens(self, span: slice) -> "Recurrence":
-        """Return the same for some tokens, whose first is `span.start`."""
-        if self.documents_BS is None:
-            return self
-        previous_B = self.previous_B if span.start == 0 else self.documents_BS[:, span.start - 1]
-        return replace(self, documents_BS=self.documents_BS[:, span], previous_B=previous_B)
-
-    def chunk_size_of(self, inputs: RecurrenceInputs) -> int:
-        """Return the number of tokens of a chunk."""
-        default = size_for_device(CHUNK, inputs.v.device)
-        return power_of_two(min(self.chunk_size or default, len(inputs.v)))
-
-    def groups(self, inputs: RecurrenceInputs) -> list[slice]:
-        """Return the tokens of each group of chunks."""
-        size = size_for_device(GROUP_CHUNKS, inputs.v.device) * self.chunk_size_of(inputs)
-        length = len(inputs.v)
-        return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def l2_normalize(x: Tensor) -> Tensor:
@@ -338,6 +274,8 @@ def recurrence_forward(
     inputs: RecurrenceInputs, recurrence: Recurrence, state_BHKV: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return o_SBHV, the state after the last token, and the states before each group, [groups, B, H, K, V]."""
+    if delta_rule_triton.supports(inputs, recurrence):
+        return delta_rule_triton.forward(inputs, recurrence, state_BHKV)
     dtype = accum_dtype(inputs.v)
     num_groups = len(recurrence.groups(inputs))
     group_states = inputs.v.new_zeros(num_groups, *inputs.state_shape, dtype=dtype)
@@ -369,6 +307,8 @@ def recurrence_backward(
         do_SBHV: The gradient of o.
         dstate_BHKV: The gradient of the state after the last token.
     """
+    if delta_rule_triton.supports(inputs, recurrence):
+        return delta_rule_triton.backward(inputs, recurrence, states, do_SBHV, dstate_BHKV)
     grads = RecurrenceInputs(*(None if x is None else torch.empty_like(x) for x in inputs))  # type: ignore[arg-type]
     dstate = dstate_BHKV.to(states.dtype).flatten(0, 1)
     for group in _groups(inputs, recurrence, reverse=True):
@@ -460,6 +400,8 @@ def recurrence_map(inputs: RecurrenceInputs, recurrence: Recurrence) -> Tensor:
 
     Its shape is [B, H, K, K + V]. Without a correction A is diagonal, and the map is [diagonal | U], [B, H, K, 1 + V].
     """
+    if delta_rule_triton.supports(inputs, recurrence):
+        return delta_rule_triton.state_map(inputs, recurrence)
     B, H, K, V = inputs.state_shape
     dtype = accum_dtype(inputs.v)
     columns = map_columns(inputs)
@@ -477,6 +419,8 @@ def recurrence_map(inputs: RecurrenceInputs, recurrence: Recurrence) -> Tensor:
 @torch.no_grad()
 def recurrence_state_grad(inputs: RecurrenceInputs, recurrence: Recurrence, do_SBHV: Tensor) -> Tensor:
     """Return the gradient [B, H, K, V] of the state before the tokens that comes from the outputs of these tokens."""
+    if delta_rule_triton.supports(inputs, recurrence):
+        return delta_rule_triton.state_grad(inputs, recurrence, do_SBHV)
     B, H, K, V = inputs.state_shape
     dstate = inputs.v.new_zeros(B * H, K, V, dtype=accum_dtype(inputs.v))
     for group in _groups(inputs, recurrence, reverse=True):

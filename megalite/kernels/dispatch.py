@@ -50,7 +50,16 @@ META_NUM_SMS = 132  # multiprocessors of the GPU that the meta device stands for
 
 # modules that have Triton kernels; the plan summary prints them
 TRITON_KERNELS = ("norms", "rope", "swiglu", "geglu", "bias_gelu", "dropout", "cross_entropy", "adamw", "grad_norm")
-TRITON_KERNELS += ("flash_attention", "grouped_matmul", "gated_matmul", "permute")
+TRITON_KERNELS += (
+    "flash_attention",
+    "grouped_matmul",
+    "gated_matmul",
+    "permute",
+    "gated_norm",
+    "short_conv",
+    "recurrence_terms",
+    "recurrence_scan",
+)
 
 
 class KernelError(Exception):
@@ -446,3 +455,8 @@ def as_2d(x: Tensor) -> Tensor:
     """Return x [..., D] as [N, D] with unit stride along D; a view if the layout allows it."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """Return x with unit stride along the last dim; a copy if it has another."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,9 +28,12 @@ from megalite.kernels.attention import Documents, attention, attention_reference
 from megalite.kernels.bias_gelu import bias_gelu_backward_reference, bias_gelu_forward_reference
 from megalite.kernels.blocked_attention import AttentionDropout
 from megalite.kernels.cross_entropy import shard_grad_, shard_grad_reference_, shard_stats, shard_stats_reference
+from megalite.kernels.delta_rule import Recurrence, RecurrenceInputs, delta_rule, delta_rule_reference
 from megalite.kernels.dropout import dropout, dropout_reference, keep_mask
+from megalite.kernels.gated_norm import gated_norm, gated_norm_reference
 from megalite.kernels.norms import add_norm, norm, norm_reference
 from megalite.kernels.rope import _Rope, apply_rope, rope_tables, rotate_reference
+from megalite.kernels.short_conv import short_conv, short_conv_torch
 
 Make = Callable[[], list[Tensor]]
 LAYOUTS = ("contiguous", "gapped", "transposed")
@@ -259,6 +262,88 @@ def attention_inputs(
     return make
 
 
+def recurrence_fn(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `fn` as a function of q, k, v, the log decay's logits, a state, and optionally beta's logits and documents.
+
+    q and k are normalized if there is a beta. The documents start with one for the state.
+    """
+
+    def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, *extra: Tensor) -> Any:
+        beta = next((x.sigmoid() for x in extra if x.dtype.is_floating_point), None)
+        documents_BT = next((x for x in extra if not x.dtype.is_floating_point), None)
+        recurrence = Recurrence(0.3, normalize_qk=beta is not None)
+        if documents_BT is not None:
+            recurrence = replace(recurrence, documents_BS=documents_BT[:, 1:], previous_B=documents_BT[:, 0])
+        return fn(RecurrenceInputs(q, k, v, -g.sigmoid(), beta), recurrence, state)
+
+    return run
+
+
+def recurrence_inputs(
+    kind: str, S: int, B: int, G: int, H: int, K: int, V: int, documents: tuple[int, ...] | None = None
+) -> Make:
+    """Return a case of a gated delta net, KDA or Mamba-2; documents of these lengths follow each other."""
+
+    def make() -> list[Tensor]:
+        decays = (S, B, H, K) if kind == "kda" else (S, B, H)
+        inputs = normals((S, B, G, K), (S, B, G, K), (S, B, H, V), decays, (B, H, K, V))()
+        if kind != "mamba2":
+            inputs.append(normal(S, B, H, seed=5))
+        if documents is not None:
+            numbers = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))
+            inputs.append(torch.stack([numbers, numbers.flip(0)])[:B, : S + 1].contiguous())
+        return inputs
+
+    return make
+
+
+def recurrence_op(*cases: Make) -> Op:
+    # the definition adds a token at a time, and on a GPU the kernels multiply in three products of TF32
+    return Op(recurrence_fn(delta_rule), recurrence_fn(delta_rule_reference), cases, fp32_units=16, gpu_units=84)
+
+
+def short_conv_fn(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return `fn` as a function of x, the weight and, optionally, documents, earlier tokens and a bias."""
+
+    def run(x_SBC: Tensor, weight_CW: Tensor, *extra: Tensor) -> Tensor:
+        documents_BS = next((x for x in extra if not x.dtype.is_floating_point), None)
+        by_dim = {x.dim(): x for x in extra if x.dtype.is_floating_point}
+        return fn(x_SBC, weight_CW, documents_BS, by_dim.get(3), by_dim.get(1))
+
+    return run
+
+
+def short_conv_inputs(
+    S: int, B: int, C: int, W: int, document: int | None = None, earlier: bool = False, bias: bool = False
+) -> Make:
+    """Return a case of x and the weight, and optionally documents of about `document` tokens, earlier tokens, a bias.
+
+    With earlier tokens, the first document may start at one of them.
+    """
+
+    def make() -> list[Tensor]:
+        inputs = normals((S, B, C), (C, W))()
+        if earlier:
+            inputs.append(normal(W - 1, B, C, seed=2))
+        if bias:
+            inputs.append(normal(C, seed=3))
+        if document is not None:
+            positions = torch.arange(S + (W - 1 if earlier else 0)) + torch.arange(B)[:, None]
+            inputs.append(positions // document)
+        return inputs
+
+    return make
+
+
+def gated_norm_op(*cases: Make, **options: bool) -> Op:
+    """Return the norm of o by a gate z; the weight has the shape of the last dim or the last two."""
+    return Op(
+        lambda o, z, w: gated_norm(o, z, w, 1e-5, **options),
+        lambda o, z, w: gated_norm_reference(o, z, w, 1e-5, **options),
+        cases,
+    )
+
+
 class _Grouped(torch.autograd.Function):
     """A matmul of experts, differentiated by the tested functions; `pair` is the matmul and the weight gradient.
 
@@ -435,6 +520,56 @@ OPS: dict[str, Op] = {
     # with one column: dy w - dy w, one of them fused into a sum, times 1 / sqrt(eps) = 316
     "layer_norm": norm_op(with_residual=False, bias=True, gpu_floor=4e-5),
     "add_layer_norm": norm_op(with_residual=True, bias=True),
+    "gated_norm, SiLU": gated_norm_op(
+        normals((1, 1, 1, 1), (1, 1, 1, 1), (1,)),
+        normals((7, 2, 3, 20), (7, 2, 3, 20), (20,)),
+        normals((37, 1, 4, 128), (37, 1, 4, 128), (128,)),
+    ),
+    "gated_norm, sigmoid": gated_norm_op(normals((13, 2, 3, 70), (13, 2, 3, 70), (70,)), sigmoid_gate=True),
+    "gated_norm, gate first": gated_norm_op(
+        normals((5, 2, 3, 7), (5, 2, 3, 7), (3, 7)),
+        normals((11, 2, 2, 130), (11, 2, 2, 130), (2, 130)),
+        normals((7, 1, 2, 64), (7, 1, 2, 64), (64,)),
+        gate_first=True,
+    ),
+    "gated delta net": recurrence_op(
+        recurrence_inputs("gdn", 1, 1, 1, 1, 1, 1),
+        recurrence_inputs("gdn", 7, 2, 1, 2, 5, 6),
+        recurrence_inputs("gdn", 67, 1, 1, 1, 70, 20),
+    ),
+    "gated delta net by document": recurrence_op(recurrence_inputs("gdn", 71, 2, 1, 1, 16, 17, (2, 1, 13, 40, 16))),
+    "Mamba-2": recurrence_op(
+        recurrence_inputs("mamba2", 2, 1, 1, 2, 3, 4), recurrence_inputs("mamba2", 67, 1, 1, 1, 70, 40)
+    ),
+    "Mamba-2 by document": recurrence_op(recurrence_inputs("mamba2", 71, 2, 1, 2, 8, 20, (1, 2, 13, 40, 16))),
+    "Kimi delta attention": recurrence_op(
+        recurrence_inputs("kda", 2, 1, 1, 1, 3, 2), recurrence_inputs("kda", 19, 1, 1, 1, 70, 18)
+    ),
+    "Kimi delta attention by document": recurrence_op(recurrence_inputs("kda", 23, 2, 1, 1, 5, 8, (1, 2, 13, 8))),
+    "short_conv": Op(
+        short_conv_fn(short_conv),
+        short_conv_fn(short_conv_torch),
+        (
+            *(short_conv_inputs(1, 1, 1, 1), short_conv_inputs(2, 2, 3, 4), short_conv_inputs(37, 2, 37, 4, bias=True)),
+            *(short_conv_inputs(19, 1, 130, 3), short_conv_inputs(7, 2, 5, 6, bias=True)),
+        ),
+    ),
+    "short_conv by document": Op(
+        short_conv_fn(short_conv),
+        short_conv_fn(short_conv_torch),
+        (
+            *(short_conv_inputs(23, 2, 40, 4, 7), short_conv_inputs(9, 2, 5, 4, 1)),
+            short_conv_inputs(19, 2, 132, 4, 11, bias=True),
+        ),
+    ),
+    "short_conv after earlier tokens": Op(
+        short_conv_fn(short_conv),
+        short_conv_fn(short_conv_torch),
+        (
+            *(short_conv_inputs(1, 2, 5, 4, earlier=True), short_conv_inputs(2, 1, 3, 4, 3, True, True)),
+            *(short_conv_inputs(19, 2, 33, 4, 5, True), short_conv_inputs(5, 2, 8, 1, 2, bias=True)),
+        ),
+    ),
     "rope": Op(rope_fn(apply_rope), rope_fn(apply_rope_reference), tuple(normals(s) for s in HEADS)),
     "rope partial, Llama-3": Op(
         rope_fn(apply_rope, RopeScaling(), 0.25),

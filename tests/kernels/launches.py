@@ -14,17 +14,22 @@ from megalite.kernels.activations import clamped_swiglu, geglu, swiglu
 from megalite.kernels.adamw import adamw_
 from megalite.kernels.blocked_attention import AttentionDropout
 from megalite.kernels.cross_entropy import stats_and_grad_
+from megalite.kernels.delta_rule import Recurrence, RecurrenceInputs, delta_rule
 from megalite.kernels.dropout import dropout
 from megalite.kernels.flash_attention import flash_attention
 from megalite.kernels.gated_matmul import down_gradients, up_matmul
+from megalite.kernels.gated_norm import FORWARD as GATED_NORM_FORWARD
+from megalite.kernels.gated_norm import gated_norm
 from megalite.kernels.grad_norm import sum_of_squares
 from megalite.kernels.grouped_matmul import grouped_matmul, grouped_weight_grad_
 from megalite.kernels.norms import FORWARD, add_norm, norm
 from megalite.kernels.permute import unpermute
 from megalite.kernels.rope import apply_rope, rope_tables
+from megalite.kernels.short_conv import short_conv
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTHS = tuple(width for width, *_ in FORWARD)
+GATED_NORM_WIDTHS = tuple(width for width, *_ in GATED_NORM_FORWARD)
 ROWS = 64
 
 
@@ -63,6 +68,49 @@ def norms(width: int, dtype: torch.dtype) -> Iterator[Work]:
 
     yield Work("rms_norm", dtype, width, lambda: run(False))
     yield Work("layer_norm", dtype, width, lambda: run(True))
+
+
+def norm_with_gate(width: int, dtype: torch.dtype) -> Work:
+    def run() -> None:
+        for gate_first, sigmoid_gate in ((False, False), (False, True), (True, False)):
+            o, z, w = zeros(dtype, (ROWS, 2, 4, width), (ROWS, 2, 4, width), (4, width) if gate_first else (width,))
+            backward(gated_norm(o, z, w, 1e-5, gate_first=gate_first, sigmoid_gate=sigmoid_gate))
+
+    return Work("gated_norm", dtype, width, run)
+
+
+def recurrence(kind: str, K: int, V: int, dtype: torch.dtype) -> Work:
+    """Return a gated delta net, KDA or Mamba-2 over two chunks, for complete samples and by document."""
+
+    def run() -> None:
+        heads = 2 if kind == "kda" else 4
+        for has_documents in (False, True):
+            q, k, v = zeros(dtype, (128, 2, 2, K), (128, 2, 2, K), (128, 2, heads, V))
+            (log_decay,) = zeros(torch.float32, (128, 2, heads, *([K] if kind == "kda" else [])))
+            beta = None if kind == "mamba2" else zeros(torch.float32, (128, 2, heads))[0]
+            documents_BS = torch.zeros(2, 128, dtype=torch.int64) if has_documents else None
+            options = Recurrence(0.1, normalize_qk=kind != "mamba2", documents_BS=documents_BS)
+            backward(*delta_rule(RecurrenceInputs(q, k, v, log_decay, beta), options))
+
+    return Work(f"recurrence {kind}", dtype, V, run)
+
+
+def convolution(channels: int, dtype: torch.dtype) -> Work:
+    """Return the convolution of 4 tokens, also with a bias, with documents, and after earlier tokens."""
+
+    def run() -> None:
+        for has_documents, has_earlier, has_bias in (
+            (False, False, False),
+            (False, False, True),
+            (True, False, False),
+            (True, True, True),
+        ):
+            x, w, earlier, bias = zeros(dtype, (256, 2, channels), (channels, 4), (3, 2, channels), (channels,))
+            documents_BS = torch.zeros(2, 259 if has_earlier else 256, dtype=torch.int64) if has_documents else None
+            y = short_conv(x, w, documents_BS, earlier if has_earlier else None, bias if has_bias else None)
+            backward(y)
+
+    return Work("short_conv", dtype, channels, run)
 
 
 def activations(width: int, dtype: torch.dtype) -> Iterator[Work]:
@@ -191,6 +239,11 @@ def all_work() -> Iterator[Work]:
     for dtype in DTYPES:
         for width in WIDTHS:
             yield from norms(width, dtype)
+        for kind, K, V in (("gdn", 128, 128), ("gdn", 64, 256), ("kda", 128, 128), ("mamba2", 128, 64)):
+            yield recurrence(kind, K, V, dtype)
+        for width in GATED_NORM_WIDTHS:
+            yield norm_with_gate(width, dtype)
+        yield convolution(4096, dtype)
         for width in (96, 4096):  # several rows in a tile, and several tiles in a row
             yield from activations(width, dtype)
             yield permute(width, dtype)

@@ -41,8 +41,10 @@ def known_spill(launch: Launch) -> bool:
     A norm's program holds a complete row, which above 8192 columns exceeds the registers of any number of warps.
     Attention's tiles for 9.0 were the fastest on such a GPU, spilling or not (docs/experiments.md). Its forward with
     dropout spills 16 bytes on 12.0, because it hashes every score. Its backward of capped scores spills 8 bytes on 9.0
-    and 10.0 for heads of 256 channels.
+    and 10.0 for heads of 256 channels. The scores of a chunk of a recurrence spill up to 48 bytes on 12.0.
     """
+    if launch.name in ("recurrence_terms.head_terms", "recurrence_terms.head_decay_grads"):
+        return True
     if launch.name in ("flash_attention.forward", "flash_attention.backward_kv"):
         table = flash_attention.FORWARD_TILES if launch.name.endswith("forward") else flash_attention.BACKWARD_KV_TILES
         tile = [launch.constants["BLOCK_M"], launch.block_n]
@@ -52,7 +54,7 @@ def known_spill(launch: Launch) -> bool:
             capped = launch.constants["SOFTCAP"] > 0 and launch.name.endswith("backward_kv")
             return capped and tile == table["wgmma wide"][:2]
         return tile == table["wgmma"][:2] or (dropout and tile == table["mma"][:2])
-    return launch.name.startswith("norms.") and launch.block_n > WIDEST_IN_REGISTERS
+    return launch.name.startswith(("norms.", "gated_norm.")) and launch.block_n > WIDEST_IN_REGISTERS
 
 
 def problems(work: Work, capability: int) -> list[str]:
@@ -123,7 +125,8 @@ def work_on_gpus() -> list[Any]:
     directory = "megalite/kernels"
 
     def param(row: tuple[Work, int]) -> Any:
-        file = "norms" if row[0].op.endswith("norm") else row[0].op
+        file = "norms" if row[0].op in ("rms_norm", "layer_norm") else row[0].op
+        file = "recurrence_scan" if file.startswith("recurrence") else file
         file = "flash_attention" if file.endswith("attention") else file
         file = {"swiglu": "activations/swiglu", "geglu": "activations/geglu"}.get(file, file)
         marks = [] if row in often else [pytest.mark.nightly(guards=(f"{directory}/{file}.py",))]
