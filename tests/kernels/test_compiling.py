@@ -41,10 +41,13 @@ def known_spill(launch: Launch) -> bool:
     A norm's program holds a complete row, which above 8192 columns exceeds the registers of any number of warps.
     Attention's tiles for 9.0 were the fastest on such a GPU, spilling or not (docs/experiments.md). Its forward with
     dropout spills 16 bytes on 12.0, because it hashes every score. Its backward of capped scores spills 8 bytes on 9.0
-    and 10.0 for heads of 256 channels. The scores of a chunk of a recurrence spill up to 48 bytes on 12.0.
+    and 10.0 for heads of 256 channels. The scores of a chunk of a recurrence spill up to 40 bytes on
+    12.0, and with inputs in fp32 the gradients of its terms 80 bytes there, its scan 264 on 9.0, and dscores 8 on 8.0.
     """
     if launch.name in ("recurrence_terms.head_terms", "recurrence_terms.head_decay_grads"):
         return True
+    if launch.name in ("recurrence_terms.head_terms_backward", "recurrence_scan.scan", "recurrence_scan.score_grads"):
+        return not {"*bf16", "*fp16"} & set(launch.types.values())
     if launch.name in ("flash_attention.forward", "flash_attention.backward_kv"):
         table = flash_attention.FORWARD_TILES if launch.name.endswith("forward") else flash_attention.BACKWARD_KV_TILES
         tile = [launch.constants["BLOCK_M"], launch.block_n]
