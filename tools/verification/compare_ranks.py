@@ -272,6 +272,7 @@ def reference_loss_problems(
     softcap: float | None = None,
     num_depths: int = 0,
     depth_weight: float = 0.0,
+    logit_multiplier: float = 1.0,
 ) -> Iterator[str]:
     """Check the losses of the one process against their definition, and yield a line about the first wrong one.
 
@@ -283,6 +284,7 @@ def reference_loss_problems(
         softcap: the bound C of the logits x, which are C tanh(x / C); None: no bound.
         num_depths: the number of depths of multi-token prediction.
         depth_weight: the weight of the loss of each depth.
+        logit_multiplier: the factor of the logits before they are bounded.
     """
     if problem := next(_depth_input_problems(reference, num_depths), None):
         yield problem
@@ -293,7 +295,7 @@ def reference_loss_problems(
         losses = reference.arrays[step, "loss", MICROBATCH]
         limit = tolerance.limit(step, "loss")
         head_name = reference.vocabulary[-1]  # the head, or the embedding if they are tied
-        head = reference.arrays[math.ceil(step) - 1, "weight", head_name][-1].astype(np.float64)
+        head = logit_multiplier * reference.arrays[math.ceil(step) - 1, "weight", head_name][-1].astype(np.float64)
         total, count = 0.0, 0.0
         for sample, hidden in reference.arrays[step, "forward", FINAL_NORM].items():
             if hidden.size // hidden.shape[-1] * head.shape[0] > MAX_LOGITS:

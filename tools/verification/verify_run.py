@@ -134,7 +134,9 @@ def verify(shrunk: ShrunkConfig, dtype: str, timeout_s: float) -> VerifyResult:
         num_depths = model.num_mtp_depths
         depth_weight = model.mtp_loss_scaling_factor / max(1, num_depths)
         reference_errors = list(
-            reference_loss_problems(reference, tolerance, model.final_logit_softcapping, num_depths, depth_weight)
+            reference_loss_problems(
+                reference, tolerance, model.final_logit_softcapping, num_depths, depth_weight, model.logit_multiplier
+            )
         )
         num_microbatches = batch_size // (train_config.micro_batch_size * layout.dp)
         finding = first_difference(diffs, layout, num_microbatches)
