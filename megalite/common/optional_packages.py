@@ -8,6 +8,7 @@ PIP_EXTRAS = {  # package -> the extra in pyproject.toml that installs it
     "matplotlib": "plots",
     "transformers": "all",
     "pyyaml": "translate",
+    "lm-eval": "eval",
     "zstandard": "data",
     "pyarrow": "data",
     "fsspec": "data",

@@ -315,7 +315,7 @@ class Completion:
     Attributes:
         ids: The tokens of the prompt, then the generated ones.
         prompt_length: The number of tokens of the prompt.
-        finish_reason: "eod" if the last id ends the text, otherwise "length".
+        finish_reason: "eod" if the last id ends the text, "stop" if a stop text does, otherwise "length".
     """
 
     ids: list[int]
@@ -396,7 +396,12 @@ def _build_stage(model: ModelConfig, mesh: Mesh, vocab_size: int, dtype: torch.d
 
 @torch.no_grad()
 def generate_tokens(
-    model: TextGenerator, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling, first: int = 0
+    model: TextGenerator,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    first: int = 0,
+    stop_texts: Sequence[str] = (),
 ) -> list[Completion]:
     """Return a completion of each prompt, the same on all ranks. Collective over mesh.pp and mesh.tp.
 
@@ -406,6 +411,7 @@ def generate_tokens(
         max_new_tokens: The maximum number of new tokens. Texts also end at the model's last position.
         sampling: How to choose the tokens.
         first: The number of the first prompt, a coordinate of the random draws.
+        stop_texts: Texts after which a continuation ends; they are part of it.
 
     Raises:
         SetupError: A prompt is empty or too long.
@@ -418,6 +424,7 @@ def generate_tokens(
             )
     texts = [list(prompt) for prompt in prompts]
     max_lengths = [min(len(prompt) + max_new_tokens, max_positions) for prompt in prompts]
+    finish_reasons = ["length"] * len(texts)
     active = set(range(len(texts)))
     num_cached = [0] * len(texts)  # tokens of each text that are in the cache
     cache = KVCache(max(max_lengths) + tp)
@@ -436,12 +443,18 @@ def generate_tokens(
         next_tokens = broadcast_(new_B, model.mesh.pp, model.mesh.pp.size - 1).tolist()
         for b in sorted(active):
             texts[b].append(next_tokens[b])
-            if next_tokens[b] in model.stop_ids or len(texts[b]) == max_lengths[b]:
+            if next_tokens[b] in model.stop_ids:
+                finish_reasons[b] = "eod"
+            elif stop_texts:
+                new_text = model.tokenizer.decode(texts[b][len(prompts[b]) :])
+                if any(stop_text in new_text for stop_text in stop_texts):
+                    finish_reasons[b] = "stop"
+            if finish_reasons[b] != "length" or len(texts[b]) == max_lengths[b]:
                 active.remove(b)
         num_cached = [len(text) - 1 for text in texts]
     return [
-        Completion(text, len(prompt), "eod" if text[-1] in model.stop_ids else "length")
-        for text, prompt in zip(texts, prompts, strict=True)
+        Completion(text, len(prompt), reason)
+        for text, prompt, reason in zip(texts, prompts, finish_reasons, strict=True)
     ]
 
 
@@ -469,32 +482,58 @@ def _next_logits(model: TextGenerator, cache: KVCache, tokens_SB: Tensor, last_i
 
     Returns None on ranks that do not have the last stage.
     """
-    mesh, (S, B) = model.mesh, tokens_SB.shape
+    mesh = model.mesh
     tokens_SB, last_index_B = tokens_SB.to(mesh.device), last_index_B.to(mesh.device)
     # padding may be beyond the last position
     positions_SB = cache.positions_SB.clamp(max=model.model_config.max_positions - 1)
     batch = Batch(tokens_SB, None, None, torch.zeros_like(last_index_B), positions_SB)
+    h_sBD = forward_stages(model, batch, ForwardContext(cache=cache))
+    if h_sBD is None:
+        return None
+    assert model.stage.head is not None
+    logits_BV = last_token_logits(model.stage.head, h_sBD, last_index_B)
+    return logits_BV[:, : model.tokenizer.vocab_size].float().cpu()  # rows of the padding have no token
+
+
+def forward_stages(model: TextGenerator, batch: Batch, ctx: ForwardContext) -> Tensor | None:
+    """Return the hidden states h_sBD after the final norm on the last stage, and None on the others.
+
+    Collective over mesh.pp and mesh.tp.
+    """
+    mesh, stage = model.mesh, model.stage
     x_sBD = None
     if not mesh.pp.is_first:
-        dtype = next(model.stage.parameters()).dtype
+        S, B = batch.tokens_SB.shape
+        dtype = next(stage.parameters()).dtype
         x_sBD = torch.empty(S // mesh.tp.size, B, model.model_config.hidden_size, dtype=dtype, device=mesh.device)
         dist.recv(x_sBD, mesh.pp.ranks[mesh.pp.rank - 1], group=mesh.pp.group)
-    x_sBD = model.stage.forward_hidden(x_sBD, batch, ForwardContext(cache=cache))
-    if model.stage.head is None:
+    x_sBD = stage.forward_hidden(x_sBD, batch, ctx)
+    if stage.head is None:
         dist.send(x_sBD.contiguous(), mesh.pp.ranks[mesh.pp.rank + 1], group=mesh.pp.group)
         return None
-    assert model.stage.final_norm is not None
-    h_sBD = model.stage.final_norm(x_sBD)
-    logits_VB = start_all_gather(last_token_logits(model.stage.head, h_sBD, last_index_B).T, mesh.tp).wait()
-    return logits_VB[: model.tokenizer.vocab_size].T.float().cpu()  # rows of the padding have no token
+    assert stage.final_norm is not None
+    return stage.final_norm(x_sBD)
 
 
 def last_token_logits(head: LMHead, h_sBD: Tensor, last_index_B: Tensor) -> Tensor:
-    """Return the logits [B, v] of one position of each sample, over this rank's shard of the vocabulary.
+    """Return the logits [B, V] of one position of each sample, with those of the padding. Collective over tp.
 
     `h_sBD`: the hidden states after the final norm.
     """
-    h_SBD = start_all_gather(h_sBD, head.tp).wait()
-    samples_B = torch.arange(h_SBD.shape[1], device=h_SBD.device)
-    h_1BD = h_SBD[last_index_B, samples_B].unsqueeze(0)
-    return soft_cap(matmul(h_1BD, head.weight.T)[0], head.softcap)
+    h_SBD = gather_positions(head, h_sBD)
+    return logits_at(head, h_SBD, last_index_B, torch.arange(h_SBD.shape[1], device=h_SBD.device))
+
+
+def gather_positions(head: LMHead, h_sBD: Tensor) -> Tensor:
+    """Return the hidden states h_SBD of all positions. Collective over tp."""
+    return start_all_gather(h_sBD, head.tp).wait()
+
+
+def logits_at(head: LMHead, h_SBD: Tensor, positions_N: Tensor, samples_N: Tensor) -> Tensor:
+    """Return the logits [N, V] at N positions, each of one sample, with those of the padding. Collective over tp.
+
+    `h_SBD`: the hidden states after the final norm, of all positions.
+    """
+    h_1ND = h_SBD[positions_N, samples_N].unsqueeze(0)
+    logits_Nv = soft_cap(matmul(h_1ND, head.weight.T)[0], head.softcap)
+    return start_all_gather(logits_Nv.T, head.tp).wait().T
