@@ -80,9 +80,9 @@ def test_text_ends_with_the_first_stop_text(models) -> None:
     model = load_model(models("llama")[1], Mesh.single_process())
     prompts = [[5, 17, 60], [40, 41]]
     full = generate_tokens(model, prompts, 9, Sampling())
-    words = [model.tokenizer.decode([token]) for token in full[0].ids[3:]]
-    stopped = generate_tokens(model, prompts, 9, Sampling(), 0, ["no such text", words[4]])
-    end = 3 + words.index(words[4]) + 1
+    pieces = [model.tokenizer.decode([token]) for token in full[0].ids[3:]]
+    stopped = generate_tokens(model, prompts, 9, Sampling(), 0, ["no such text", pieces[4]])
+    end = 3 + pieces.index(pieces[4]) + 1
     assert stopped[0].ids == full[0].ids[:end] and stopped[0].finish_reason == "stop"
     assert stopped[1] == full[1] or stopped[1].finish_reason == "stop"
 
