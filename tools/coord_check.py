@@ -121,6 +121,20 @@ def format_table(widths: Sequence[int], measurements: "Sequence[Measurement]") -
     return "\n".join(lines)
 
 
+def check_narrow_model(measured: "Measurement", title: str, steps: int) -> None:
+    """Raise ConfigError if the narrow model, with which all are compared, diverges or does not change."""
+    for name, changes in measured.changes.items():
+        if not math.isfinite(changes[-1]):
+            raise ConfigError([f"{title}, the narrow model diverges within steps={steps}; give a lower --lr"])
+        if changes[-1] == 0:
+            raise ConfigError(
+                [
+                    f"{title}, steps={steps} of training do not change the {name} of the narrow model: the learning "
+                    "rate is 0, or its loss scale skips the steps; give more --steps"
+                ]
+            )
+
+
 @exits_with(2, ConfigError)
 def main(argv: list[str]) -> int:
     """Run the program and return its exit code."""
@@ -130,7 +144,7 @@ def main(argv: list[str]) -> int:
 
     from megalite.training.job.preflight import choose_device
     from megalite.training.setup import SetupError
-    from tools.verification.coordinate_check import find_growth, measure
+    from tools.verification.coordinate_check import find_growth, largest, measure
 
     widths = [config.model.hidden_size for config in configs[True]]
     try:
@@ -139,7 +153,10 @@ def main(argv: list[str]) -> int:
         raise ConfigError([str(error)]) from None
     measurements: dict[bool, list[Measurement]] = {}
     for use_mup, title in TITLES.items():
-        measurements[use_mup] = [measure(config, device) for config in configs[use_mup]]
+        narrow, *wide = configs[use_mup]
+        measurements[use_mup] = [measure(narrow, device)]
+        check_narrow_model(measurements[use_mup][0], title, args.steps)
+        measurements[use_mup] += [measure(config, device) for config in wide]
         print(f"{title}: root mean square of activations after {args.steps} steps, by hidden size")
         print(format_table(widths, measurements[use_mup]), flush=True)
     growth = {use_mup: find_growth(measured) for use_mup, measured in measurements.items()}
@@ -149,7 +166,10 @@ def main(argv: list[str]) -> int:
             "widths": widths,
             "steps": args.steps,
             "max_growth": args.max_growth,
-            "growth": {TITLES[use_mup]: values for use_mup, values in growth.items()},
+            "growth": {
+                TITLES[use_mup]: {name: value if math.isfinite(value) else None for name, value in values.items()}
+                for use_mup, values in growth.items()
+            },
             "measurements": {
                 TITLES[use_mup]: [m.to_json() for m in measured] for use_mup, measured in measurements.items()
             },
@@ -172,10 +192,8 @@ def main(argv: list[str]) -> int:
             f"max_growth={args.max_growth:g}"
         )
         return 1
-    largest = {use_mup: max(values.values()) for use_mup, values in growth.items()}
-    print(
-        f"with muP, no activation grows beyond {largest[True]:.3g} times; without, one grows {largest[False]:.3g} times"
-    )
+    with_mup, without = (largest(growth[use_mup].values()) for use_mup in (True, False))
+    print(f"with muP, no activation grows beyond {with_mup:.3g} times; without, one grows {without:.3g} times")
     return 0
 
 

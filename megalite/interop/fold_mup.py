@@ -59,6 +59,11 @@ class FoldedModel:
             folded = f"use_mup=True: its factor {factor:g} of {name}"
             if zero_centered_norms and name in self.norms:
                 raise CheckpointError(f"{folded} is lost in a difference from 1, which this family stores; {REMEDY}")
+            if dtype == torch.float16:
+                raise CheckpointError(
+                    f"{folded} may make weights in float16 too small or too large for it; convert with --dtype float32 "
+                    f"or bfloat16, or {REMEDY}"
+                )
             if dtype.itemsize < 4 and math.frexp(factor)[0] != 0.5:
                 kind = str(dtype).removeprefix("torch.")
                 raise CheckpointError(

@@ -99,6 +99,13 @@ def test_other_widths_are_folded_in_fp32_only(tmp_path: Path, capsys) -> None:
     assert "convert with --dtype float32" in problem
 
 
+def test_weights_in_fp16_are_not_folded(tmp_path: Path) -> None:
+    """A factor of 1/4, also a power of two, makes small weights subnormal, with fewer bits."""
+    flags = f"{LLAMA} --fp16 --use-mup --mup-base-hidden-size 8 --mup-base-head-dim 16"
+    (problem,) = export_problems(config_from(f"{COMMON} {flags} --export-hf {tmp_path / 'other'}"))
+    assert "in float16 too small or too large for it; convert with --dtype float32 or bfloat16" in problem
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [

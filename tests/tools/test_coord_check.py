@@ -1,6 +1,7 @@
 """tools/coord_check.py: activations keep their size at every width with muP, and the check notices if they do not."""
 
 import json
+import math
 import shlex
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from train_cases import config_from
 
 from megalite.config import width_scaling
 from tools import coord_check
-from tools.verification.coordinate_check import ACTIVATIONS, scale_widths
+from tools.verification.coordinate_check import ACTIVATIONS, Measurement, find_growth, scale_widths
 
 SMALL = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 2 --lr 0.01
  --init-method-std 0.2 --mock-data --vocab-size 60 --hidden-dropout 0 --attention-dropout 0 --device cpu"""
@@ -61,6 +62,36 @@ def test_check_fails_if_mup_does_not_act(rule: str, monkeypatch: pytest.MonkeyPa
 def test_unusable_flags_end_with_2(flags: str, message: str, capsys) -> None:
     assert check(flags) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--steps 1 --lr 0", "steps=1 of training do not change the embedding of the narrow model"),
+        ("--steps 2 --lr 1e30", "with muP, the narrow model diverges within steps=2; give a lower --lr"),
+    ],
+)
+def test_narrow_model_without_a_size_to_compare_with_ends_with_2(flags: str, message: str, capsys) -> None:
+    assert check(f"{SMALL} --widths 1 2 {flags}") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_wide_model_that_diverges_is_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setitem(width_scaling.LR_POWERS, "adam", {"input": 0.0, "hidden": 30.0, "output": 0.0})
+    path, out = tmp_path / "sizes.json", tmp_path / "sizes.png"
+    assert check(SMALL, "--widths", 1, 16, "--steps", 3, "--json", path, "--out", out) == 1
+    assert "times as large as in the narrow model" in capsys.readouterr().err
+    narrow, wide = json.loads(path.read_text())["measurements"]["with muP"]
+    assert None not in narrow["sizes"]["logits"] and wide["sizes"]["logits"][-1] is None
+    assert out.stat().st_size > 0
+
+
+def test_growth_is_not_a_number_where_a_size_is_not() -> None:
+    def measured(size: float) -> Measurement:
+        return Measurement({"logits": [1.0, size]}, {"logits": [1.0]}, [1.0])
+
+    for sizes in ([1.0, 1.2, math.nan], [1.0, math.nan, 1.2]):
+        assert math.isnan(find_growth([measured(size) for size in sizes])["logits"])
 
 
 def test_wider_models_have_more_heads_of_the_same_size() -> None:

@@ -1,5 +1,6 @@
 """The picture of a coordinate check: sizes of activations over the width of a model (tools/coord_check.py)."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ Sizes = Sequence[
 def picture(widths: Sequence[int], sizes_by_title: Mapping[str, Sizes]) -> Picture:
     """Return the sizes of activations after the last step over the width, with an axis for each parametrization.
 
+    A model that has diverged has no point.
+
     Args:
         widths: the hidden sizes.
         sizes_by_title: the title of an axis -> its sizes.
@@ -21,6 +24,7 @@ def picture(widths: Sequence[int], sizes_by_title: Mapping[str, Sizes]) -> Pictu
     def draw(width: float) -> Any:
         fig, axes = figure(width, [2.6] * len(sizes_by_title), share_x=True)
         ends = [values[-1] for sizes in sizes_by_title.values() for row in sizes for values in row.values()]
+        ends = [value for value in ends if math.isfinite(value)]
         for axis, (title, sizes) in zip(axes, sizes_by_title.items(), strict=True):
             for i, name in enumerate(sizes[0]):
                 values = [row[name][-1] for row in sizes]

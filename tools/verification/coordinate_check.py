@@ -9,8 +9,9 @@ The change is that of the difference from the activation before the first step. 
 ones at every width, neither may grow with it.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from megalite.launch.rank_info import RankInfo
 from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.training.batch import to_device
 from megalite.training.setup import build_run
-from megalite.training.state import Run
+from megalite.training.state import InvalidResultError, Run
 from megalite.training.train_step import train_step
 
 EMBEDDING, MIXERS, MLPS, HIDDEN, LOGITS = "embedding", "mixers", "MLPs", "hidden states", "logits"
@@ -51,6 +52,8 @@ class Measurement:
         sizes: activation -> its size before the first step and after each.
         changes: activation -> the size of its change since the start, after each step.
         losses: the loss of each step.
+
+    All end with infinity at the step in which a training diverges.
     """
 
     sizes: Mapping[str, list[float]]
@@ -58,8 +61,14 @@ class Measurement:
     losses: list[float]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields."""
-        return asdict(self)
+        """Return the fields, in which a number that is not finite is None."""
+
+        def finite(values: list[float]) -> list[float | None]:
+            return [value if math.isfinite(value) else None for value in values]
+
+        fields = asdict(self)
+        by_activation = {key: {name: finite(x) for name, x in fields[key].items()} for key in ("sizes", "changes")}
+        return {**by_activation, "losses": finite(self.losses)}
 
 
 def scale_widths(model: ModelConfig, factor: int) -> ModelConfig:
@@ -127,7 +136,12 @@ def measure(config: Config, device: torch.device) -> Measurement:
         changes: dict[str, list[float]] = {name: [] for name in initial}
         losses = []
         for _ in range(run.last_step):
-            losses.append(train_step(run).loss)
+            try:
+                losses.append(train_step(run).loss)
+            except InvalidResultError:
+                for values in (losses, *sizes.values(), *changes.values()):
+                    values.append(math.inf)
+                break
             for name, values in probe.read().items():
                 sizes[name].append(_root_mean_square(values))
                 differences = [x - start for x, start in zip(values, initial[name], strict=True)]
@@ -141,6 +155,7 @@ def find_growth(measurements: Sequence[Measurement]) -> dict[str, float]:
     """Return the growth from the narrowest model, the first one, to the largest value of a wider one.
 
     The keys are "NAME" for the size of an activation after the last step, and "change of NAME" for that of its change.
+    A growth is NaN if one of the values is. In the narrowest model they are finite and not 0.
     """
     growth = {}
     for name in measurements[0].sizes:
@@ -148,5 +163,10 @@ def find_growth(measurements: Sequence[Measurement]) -> dict[str, float]:
             (name, [m.sizes[name][-1] for m in measurements]),
             (f"change of {name}", [m.changes[name][-1] for m in measurements]),
         ):
-            growth[key] = max(values[1:]) / values[0]
+            growth[key] = largest(value / values[0] for value in values[1:])
     return growth
+
+
+def largest(values: Iterable[float]) -> float:
+    """Return the largest value, or NaN if one is NaN."""
+    return max(values, key=lambda value: math.inf if math.isnan(value) else value)
