@@ -158,7 +158,7 @@ def read_requests(path: str) -> list[Request]:
         if problem := _problem_of(row):
             raise DataError(f"{path}, line {line}: {problem}")
         key = (row["task"], row["id"])
-        num_bytes = row.get("bytes", len(row["continuation"].encode("utf-8", "replace")))
+        num_bytes = row.get("bytes", len(row["continuation"].encode()))
         question = numbers.setdefault(key, len(numbers))
         is_gold = row["gold"] == 1
         requests.append(Request(line, row["task"], question, row["context"], row["continuation"], is_gold, num_bytes))
@@ -191,9 +191,17 @@ def _problem_of(row: Any) -> str | None:
         return f"task={row['task']!r} is not a name of letters, digits and . _ -; give one"
     if not row["continuation"]:
         return "the continuation is empty; give it a text"
+    for key in ("context", "continuation"):
+        try:
+            row[key].encode()
+        except UnicodeEncodeError as error:
+            return f"{key} has {row[key][error.start]!a}, half of a pair of surrogates; remove it"
     num_bytes = row.get("bytes", 1)
-    if not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or num_bytes < 1:
-        return f"bytes={num_bytes!r} is not a whole number of 1 or more; give the length of the answer, or leave it out"
+    if not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or not 1 <= num_bytes <= MAX_FILE_BYTES:
+        return (
+            f"bytes={str(num_bytes)[:40]} is not a whole number from 1 to 2^30; give the length of the answer, or "
+            "leave it out"
+        )
     return None
 
 
@@ -289,7 +297,7 @@ def _score_task(
         for index in answers:
             if requests[index].is_gold:
                 nats += float(loss_R[index])
-                num_bytes += len(requests[index].continuation.encode("utf-8", "replace"))
+                num_bytes += len(requests[index].continuation.encode())
         if len(answers) == 1:
             continue
         num_choices += 1
