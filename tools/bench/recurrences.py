@@ -35,8 +35,9 @@ from megalite.training.logging.device_memory import keep_freed_heap
 from tools.cli_common import make_parser, number_in_range, run_program
 
 HIDDEN, KEY_HEADS, VALUE_HEADS, CHANNELS = 512, 4, 8, 128
+VOCAB_SIZE = 64
 LINE = f"""--num-layers 1 --hidden-size {HIDDEN} --num-attention-heads 4 --micro-batch-size 1 --train-iters 1 --lr 1
- --mock-data --vocab-size 64 --hidden-dropout 0 --attention-dropout 0 --normalization RMSNorm
+ --mock-data --vocab-size {VOCAB_SIZE} --hidden-dropout 0 --attention-dropout 0 --normalization RMSNorm
  --position-embedding-type rope --hybrid-layer-pattern G --linear-num-key-heads {KEY_HEADS}
  --linear-num-value-heads {VALUE_HEADS} --linear-key-head-dim {CHANNELS} --linear-value-head-dim {CHANNELS}"""
 Function = Callable[[], Tensor]
@@ -65,7 +66,7 @@ def layers(length: int, dtype: torch.dtype) -> tuple[list[Tensor], Function, Fun
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
     config, _ = cli.read(f"{LINE} --seq-length {length}".split(), PRESETS)
-    (stage,) = make_run_plan(config, 1, config.data.vocab_size).balance.build_stages(Mesh.single_process(), dtype)
+    (stage,) = make_run_plan(config, 1, VOCAB_SIZE).balance.build_stages(Mesh.single_process(), dtype)
     mixer: Any = stage.blocks[0].mixer
     hf_config = Qwen3NextConfig(
         hidden_size=HIDDEN, linear_num_key_heads=KEY_HEADS, linear_num_value_heads=VALUE_HEADS,
