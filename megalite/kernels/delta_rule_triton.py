@@ -34,12 +34,17 @@ MIN_BLOCK = 16  # of a product on tensor cores
 MAX_GRID_Y = 65535  # programs along the second dimension of a CUDA grid
 
 
+def supports_heads(key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
+    """Return whether heads with these channels have Triton kernels."""
+    return key_dim <= MAX_KEY_DIM and value_dim <= MAX_VALUE_DIM and dtype != torch.float64
+
+
 def supports(inputs: RecurrenceInputs, recurrence: Recurrence) -> bool:
     """Return whether these inputs have Triton kernels, and run them."""
     B, H, K, V = inputs.state_shape
-    if recurrence.chunk_size is not None or K > MAX_KEY_DIM or V > MAX_VALUE_DIM or B * H > MAX_GRID_Y:
+    if recurrence.chunk_size is not None or B * H > MAX_GRID_Y:
         return False
-    return all(x is None or (use_triton(x) and x.dtype != torch.float64) for x in inputs)
+    return all(x is None or (supports_heads(K, V, x.dtype) and use_triton(x)) for x in inputs)
 
 
 class _Tile(NamedTuple):

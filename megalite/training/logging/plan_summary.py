@@ -11,8 +11,9 @@ import torch
 from megalite.common.wording import plural
 from megalite.data.datasets.blended_dataset import BlendedDataset
 from megalite.kernels.attention import describe_backend
-from megalite.kernels.dispatch import describe_kernels, upcast_dtypes
-from megalite.models.layers import resolve_cp_comm_type
+from megalite.kernels.delta_rule_triton import supports_heads
+from megalite.kernels.dispatch import describe_kernels, runs_triton, upcast_dtypes
+from megalite.models.layers import RECURRENT_MIXERS, resolve_cp_comm_type
 from megalite.models.torch_compile import COMPILE_SUMMARY
 from megalite.planning.device_peaks import PeakRate
 from megalite.planning.layer_kinds import single_document_sharding
@@ -98,10 +99,14 @@ def format_plan(
             f"{model.seq_length // shape.cp:,} tokens of each sample per cp rank; "
             f"attention gathers {gathered} in {num_gathering} layers, exchanges heads in {num_a2a}"
         )
-    recurrent = Counter(RECURRENT_NAMES[layer.mixer] for layer in model.layers if layer.mixer in RECURRENT_NAMES)
-    if recurrent:
-        counts = ", ".join(f"{name} in {count}" for name, count in recurrent.items())
-        rows["recurrence"] = f"{counts} of {len(model.layers)} layers, in plain torch"
+    recurrent_mixers = Counter(layer.mixer for layer in model.layers if layer.mixer in RECURRENT_NAMES)
+    if recurrent_mixers:
+        counts = ", ".join(f"{RECURRENT_NAMES[name]} in {count}" for name, count in recurrent_mixers.items())
+        rows["recurrence"] = f"{counts} of {len(model.layers)} layers"
+        if device_type is not None:
+            shapes = [RECURRENT_MIXERS[name].shape_of(model, shape.tp) for name in recurrent_mixers]
+            has_kernels = all(supports_heads(each.key_dim, each.value_dim, shape.dtype) for each in shapes)
+            rows["recurrence"] += f", in {'Triton' if has_kernels and runs_triton(device_type) else 'torch'}"
         if shape.cp > 1:
             rows["recurrence"] += f"; {_describe_recurrent_exchange(plan)}"
     if shape.has_experts:
