@@ -260,6 +260,10 @@ def write_args(
     for option in ("parallel_residual", "qk_layernorm_over_heads", "sandwich_norm"):
         if getattr(model, option):
             raise CheckpointError(f"{option}=True is not in Megatron-LM; export to Hugging Face instead")
+    if model.norm_placement != "input":
+        raise CheckpointError(
+            f"norm_placement={model.norm_placement} is not in Megatron-LM; export to Hugging Face instead"
+        )
     without_argument = {
         "embedding_multiplier": 1.0,
         "softmax_scale": None,

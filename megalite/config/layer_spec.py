@@ -32,6 +32,7 @@ class LayerSpec:
         rope: The rotary positions of queries and keys; None: they are not rotated.
         cp_comm_type: What a mixer exchanges over cp. Attention: "allgather" (keys and values) or "a2a" (heads), "auto"
             is "allgather". Recurrent mixers: "allgather" (maps of states), "a2a" (heads), or "auto": fewer bytes.
+        normalizes_outputs: The outputs of mixer and MLP are normalized, in place of their inputs.
     """
 
     mixer: str | None
@@ -39,6 +40,7 @@ class LayerSpec:
     window: int | None = None
     rope: RopeSpec | None = None
     cp_comm_type: str = "auto"
+    normalizes_outputs: bool = False
 
     def unit_name(self, number: int) -> str:
         """Return the name of the unit of weights that layer `number` is; the halves of a layer are units of their own.

@@ -20,7 +20,7 @@ from megalite.config.hybrid_pattern import (
     pattern_of_parts,
     without_borders,
 )
-from megalite.config.layer_spec import ROUTER_LOSSES, LayerSpec
+from megalite.config.layer_spec import ATTENTION_MIXERS, ROUTER_LOSSES, LayerSpec
 from megalite.config.option import execution, model, training
 from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN, format_layer_pattern, parse_layer_pattern
 from megalite.config.registry import REGISTRIES
@@ -393,6 +393,27 @@ class ModelConfig:
             "--moe-router-group-topk"
         ),
     )
+    norm_placement: str = model(
+        "input",
+        choices=("input", "output", "attention_output"),
+        help=(
+            "what the norms of a layer normalize: the inputs of its mixer and feed-forward; their outputs, before they "
+            "are added (OLMo 2); or the outputs in layers with attention, and the inputs in the others (OLMo Hybrid)"
+        ),
+    )
+    linear_allow_neg_eigval: bool = model(
+        False,
+        help=(
+            "gated delta net, Kimi delta attention: double the strength of the update, so that the state's transition "
+            "may have negative eigenvalues"
+        ),
+    )
+    linear_norm_epsilon: float | None = model(
+        None,
+        exclusive_min=0,
+        effective_property="linear_norm_eps",
+        help="gated delta net, Kimi delta attention: epsilon of the norm of the heads; default: --norm-epsilon",
+    )
     mamba_state_dim: int = model(
         128, exclusive_min=0, help="Mamba-2: numbers N of the state of a channel, and of a group in B and C"
     )
@@ -506,6 +527,11 @@ class ModelConfig:
     def qk_norm_eps(self) -> float | None:
         """The epsilon of the norms of queries and keys, or of their latents; None: that of the other norms."""
         return self.qk_norm_epsilon if self.qk_layernorm and self.qk_norm_epsilon != self.norm_epsilon else None
+
+    @property
+    def linear_norm_eps(self) -> float | None:
+        """The epsilon of the norm of the heads of recurrences by the delta rule; None: that of the other norms."""
+        return self.linear_norm_epsilon if self.linear_norm_epsilon != self.norm_epsilon else None
 
     @property
     def group_score_topk(self) -> int | None:
@@ -738,7 +764,15 @@ class ModelConfig:
         if pattern is None:
             return self._full_layers
         full_layers = self._full_layers
-        return tuple(full_layers[part.number].with_parts(part.mixer, part.mlp) for part in self._pattern_layers)
+        # the halves of a layer that a border splits have the norms of the layer
+        mixers = {part.number: part.mixer for part in self._pattern_layers if part.mixer is not None}
+        return tuple(
+            replace(
+                full_layers[part.number].with_parts(part.mixer, part.mlp),
+                normalizes_outputs=self._normalizes_outputs(mixers.get(part.number)),
+            )
+            for part in self._pattern_layers
+        )
 
     @cached_property
     def _full_layers(self) -> tuple[LayerSpec, ...]:
@@ -765,9 +799,16 @@ class ModelConfig:
         ]
         if self.hybrid_layer_pattern is not None:
             return tuple(attention_layers)
-        return tuple(
+        layers = [
             layer if mixer is None else layer.with_parts(mixer, layer.mlp)
             for layer, mixer in zip(attention_layers, self.recurrent_layers, strict=True)
+        ]
+        return tuple(replace(layer, normalizes_outputs=self._normalizes_outputs(layer.mixer)) for layer in layers)
+
+    def _normalizes_outputs(self, mixer: str | None) -> bool:
+        """Return True if a layer with this mixer normalizes the outputs of its parts."""
+        return self.norm_placement == "output" or (
+            self.norm_placement == "attention_output" and mixer in ATTENTION_MIXERS
         )
 
     @cached_property
@@ -798,7 +839,10 @@ class ModelConfig:
         mixers = (spec for spec in reversed(self.layers) if spec.mixer is not None and not spec.is_recurrent)
         last_mixer = next(mixers, self._full_layers[-1])
         return tuple(
-            last_mixer.with_parts(part.mixer, part.mlp) for part in parse_depth_pattern(self.hybrid_layer_pattern)
+            replace(
+                last_mixer.with_parts(part.mixer, part.mlp), normalizes_outputs=self._normalizes_outputs(part.mixer)
+            )
+            for part in parse_depth_pattern(self.hybrid_layer_pattern)
         )
 
     @property

@@ -166,6 +166,9 @@ class ModelFamily(TensorNames):
             not multiplied.
         recurrent_mixer: The mixer of the layers that layer_types names linear_attention, or without it those before
             every full_attention_interval-th, or, if it is no key of the family, all but layers 4, 8, ...; "": none.
+        mixes_layers: A model has both layers of `recurrent_mixer` and layers with attention. Without layer_types, the
+            last layer has attention if no other one has.
+        rotates_by_base: Attention has rotary positions only if the base of their wavelengths is not null.
         layer_letters: Kind of a layer -> its letter in a hybrid_layer_pattern, for families whose layers are each a
             mixer or an MLP, with one norm. layer_types has the kinds of all layers, or hybrid_override_pattern their
             letters. With a single kind, all num_hidden_layers are of it. Empty: each layer is a mixer and an MLP.
@@ -196,6 +199,8 @@ class ModelFamily(TensorNames):
     group_score_topk: int = 0
     query_scale_beta: float = 0.0
     recurrent_mixer: str = ""
+    mixes_layers: bool = False
+    rotates_by_base: bool = False
     layer_letters: Mapping[str, str] = field(default_factory=dict)
     linear_attn_keys: Mapping[str, str] = field(default_factory=dict)
     spellings: Mapping[str, str] = field(default_factory=dict)

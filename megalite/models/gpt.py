@@ -6,6 +6,7 @@
     Block:  x = x + dropout(mixer(norm(x)));  x = x + dropout(mlp(norm(x)))      parts in models/layers.py, or only one
     or, with a parallel residual:  x = x + dropout(mixer(norm(x))) + dropout(mlp(norm'(x)))
     or, with a sandwich norm:      x = x + dropout(norm'(mixer(norm(x)))), and the same for the MLP
+    or, with norms of outputs:     x = x + dropout(norm'(mixer(x))), and the same for the MLP
 
 A stage is an ordinary module: x_sBD in, x_sBD out (or the loss, on the last stage). It does not know the schedule.
 """
@@ -75,7 +76,8 @@ class RecomputeConfig:
 class Block(nn.Module):
     """A layer: a mixer and an MLP, each after a norm and with a residual, or only one of the two.
 
-    With a sandwich norm, the output of each part has a norm, too, before it is added to the residual.
+    With a sandwich norm, the output of each part has a norm, too, before it is added to the residual. With norms of
+    outputs (LayerSpec), each part has only this norm.
 
     layer       number of the layer in the model
     spec        its parts
@@ -103,37 +105,43 @@ class Block(nn.Module):
         self.dropout: Callable[..., Tensor] = dropout  # or compiled (models/torch_compile.py)
         self.mixer_norm = self.mixer = self.mixer_post_norm = None
         self.mlp_norm = self.mlp = self.mlp_post_norm = None
+        has_input_norms = not spec.normalizes_outputs
+        has_output_norms = spec.normalizes_outputs or model.sandwich_norm
         if spec.mixer is not None:
             name = f"layers.{layer}.{spec.mixer}"
-            self.mixer_norm = Norm(make_param, f"{name}.norm", model.hidden_size, model)
+            if has_input_norms:
+                self.mixer_norm = Norm(make_param, f"{name}.norm", model.hidden_size, model)
             self.mixer = build_mixer(make_param, name, model, layer, spec, recomputed)
-            norms = [self.mixer_norm]
-            if model.sandwich_norm:
+            if has_output_norms:
                 self.mixer_post_norm = Norm(make_param, f"{name}.post_norm", model.hidden_size, model)
-                norms.append(self.mixer_post_norm)
+            norms = [norm for norm in (self.mixer_norm, self.mixer_post_norm) if norm is not None]
             check_mixer(self.mixer, norms, name, spec.mixer)
         if spec.mlp is not None:
             name = f"layers.{layer}.mlp"
-            self.mlp_norm = Norm(make_param, f"{name}.norm", model.hidden_size, model)
+            if has_input_norms:
+                self.mlp_norm = Norm(make_param, f"{name}.norm", model.hidden_size, model)
             self.mlp = MLPS[spec.mlp](make_param, name, model, layer, spec, recomputed)
-            if model.sandwich_norm:
+            if has_output_norms:
                 self.mlp_post_norm = Norm(make_param, f"{name}.post_norm", model.hidden_size, model)
 
     def forward(self, x_sBD: Tensor, batch: Batch, ctx: ForwardContext) -> Tensor:
         """Return x_sBD after this layer."""
-        if self.mixer is None or self.mixer_norm is None:
+        if self.mixer is None:
             return self._add_mlp(x_sBD, x_sBD, batch, ctx)
-        if self.recompute_norms and self.training:
+        if self.mixer_norm is None:
+            a_sBD = self.mixer(x_sBD, batch, ctx)
+        elif self.recompute_norms and self.training:
             mixer = partial(self.mixer, batch=batch, ctx=ctx)
             a_sBD = checkpoint_without_output(partial(self.mixer_norm, x_sBD), mixer)
         else:
             a_sBD = self.mixer(self.mixer_norm(x_sBD), batch, ctx)
         if self.mixer_post_norm is not None:
             a_sBD = self.mixer_post_norm(a_sBD)
-        if self.mlp is None or self.mlp_norm is None:
+        if self.mlp is None:
             return self._dropout_add(a_sBD, x_sBD, RNG_SITE_HIDDEN_1, batch, ctx)
         recomputes_norm_or_mlp = self.training and (self.recompute_norms or self.recompute_mlp)
-        if self.parallel_residual or self._dropout_active() or recomputes_norm_or_mlp:
+        adds_separately = self.parallel_residual or self._dropout_active() or recomputes_norm_or_mlp
+        if self.mlp_norm is None or adds_separately:
             h_sBD = self._dropout_add(a_sBD, x_sBD, RNG_SITE_HIDDEN_1, batch, ctx)
             return self._add_mlp(x_sBD if self.parallel_residual else h_sBD, h_sBD, batch, ctx)
         h_sBD, n_sBD = self.mlp_norm(a_sBD, x_sBD)  # one kernel for addition and norm
@@ -148,10 +156,11 @@ class Block(nn.Module):
     def _add_mlp(self, m_sBD: Tensor, h_sBD: Tensor, batch: Batch, ctx: ForwardContext) -> Tensor:
         """Return h_sBD + dropout(mlp(norm(m_sBD))); norm or MLP may save only their inputs for backward."""
         norm, mlp = self.mlp_norm, self._mlp_output
-        assert norm is not None
         recompute_norm = self.recompute_norms and self.training
         recompute_mlp = self.recompute_mlp and self.training
-        if recompute_norm and recompute_mlp:
+        if norm is None:
+            y_sBD = recompute(mlp, m_sBD, batch, ctx) if recompute_mlp else mlp(m_sBD, batch, ctx)
+        elif recompute_norm and recompute_mlp:
             y_sBD = recompute(lambda m_sBD: mlp(norm(m_sBD), batch, ctx), m_sBD)
         elif recompute_norm:
             y_sBD = checkpoint_without_output(partial(norm, m_sBD), partial(mlp, batch=batch, ctx=ctx))

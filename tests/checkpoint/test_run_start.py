@@ -257,7 +257,7 @@ OTHERS: dict[str, Any] = {
     "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "q_lora_rank": 8, "rope_type": "yarn",
     "mtp_num_layers": 1, "qk_norm_epsilon": 1e-6, "moe_router_group_score_topk": 2,
     "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "4", "mamba_num_heads": 4,
-    "mup_base_hidden_size": 16, "mup_base_head_dim": 4.0,
+    "norm_placement": "output", "linear_norm_epsilon": 1e-4, "mup_base_hidden_size": 16, "mup_base_head_dim": 4.0,
 }  # fmt: skip
 
 

@@ -145,6 +145,13 @@ ROWS = [
         replace(GPT, sandwich_norm=True),
         dropout=(0.2, 0.0),
     ),
+    gpt("norms of outputs", "--norm-placement output", sandwich_norm=True, input_norm=False),
+    Row(
+        "norms of outputs, dropout",
+        "--norm-placement attention_output --hidden-dropout 0.2",
+        replace(GPT, sandwich_norm=True, input_norm=False),
+        dropout=(0.2, 0.0),
+    ),
     gpt("multiplied embedding", "--embedding-multiplier 2.5", embedding_multiplier=2.5),
     gpt("scale of the scores", "--softmax-scale 0.7", softmax_scale=0.7),
     llama("geglu", "--activation geglu --ffn-hidden-size 24", activation="geglu", ffn=24),

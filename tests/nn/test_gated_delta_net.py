@@ -64,15 +64,53 @@ def test_gated_delta_net_equals_that_of_transformers() -> None:
     compare_with_transformers(mixer, reference, weights, reference(hf_x), hf_x, tolerance)
 
 
+@pytest.mark.parametrize("allow_neg_eigval", [False, True])
+def test_gated_delta_net_of_olmo_equals_that_of_transformers(allow_neg_eigval: bool) -> None:
+    """Its update may be twice as strong, and the norm of the heads has an epsilon of its own."""
+    from transformers import OlmoHybridConfig
+    from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
+
+    flags = "--linear-norm-epsilon 1e-5" + (" --linear-allow-neg-eigval" if allow_neg_eigval else "")
+    mixer = mixer_of(f"{SIZES} {flags}", torch.float32)
+    config = OlmoHybridConfig(
+        hidden_size=D, linear_num_key_heads=G, linear_num_value_heads=H, linear_key_head_dim=K, linear_value_head_dim=V,
+        linear_conv_kernel_dim=W, rms_norm_eps=1e-2, num_hidden_layers=2, num_attention_heads=H,
+        layer_types=["linear_attention", "full_attention"], linear_allow_neg_eigval=allow_neg_eigval,
+    )  # fmt: skip
+    reference = OlmoHybridGatedDeltaNet(config, 0).float()
+    disturb(mixer)
+    with torch.no_grad():
+        mixer.v.mul_(0.02)  # so that the epsilon counts, without which norms magnify the rounding of small heads
+    weights = {
+        "q_proj.weight": mixer.qk[0],
+        "k_proj.weight": mixer.qk[1],
+        "v_proj.weight": mixer.v,
+        "g_proj.weight": mixer.z,
+        "b_proj.weight": mixer.ba[0],
+        "a_proj.weight": mixer.ba[1],
+        "conv1d.weight": torch.cat([mixer.conv_qk.flatten(0, 1), mixer.conv_v]).unsqueeze(1),
+        "A_log": mixer.A_log,
+        "dt_bias": mixer.dt_bias,
+        "o_norm.weight": mixer.out_norm,
+        "o_proj.weight": mixer.out,
+    }
+    reference.load_state_dict({name: weight.detach() for name, weight in weights.items()})
+    x, _ = random_x_and_dy(D, torch.float32)
+    hf_x = x.transpose(0, 1).clone().requires_grad_()
+    compare_with_transformers(mixer, reference, weights, reference(hf_x), hf_x, lambda name: 5e-5)
+
+
 def test_gradients_in_fp32_are_close_to_those_in_fp64() -> None:
     """Also those of the decay rates, where transformers' are off by 2e-5 with these numbers."""
     assert_gradients_in_fp32_are_close(SIZES, D, 2e-6)
 
 
-@pytest.mark.parametrize("flags", ["", "--linear-conv-kernel-dim 1", "--linear-conv-kernel-dim 7"])
+@pytest.mark.parametrize(
+    "flags", ["", "--linear-conv-kernel-dim 1", "--linear-conv-kernel-dim 7", "--linear-allow-neg-eigval"]
+)
 def test_generation_from_states_equals_the_full_sequence(flags: str) -> None:
     state, earlier = generate_in_passes(mixer_of(f"{SIZES} {flags}"), D)
-    width = 4 if not flags else int(flags.split()[1])
+    width = int(flags.split()[1]) if "conv" in flags else 4
     assert state.shape == (B, H, K, V) and earlier.shape == (width - 1, B, 2 * G * K + H * V)
 
 

@@ -59,9 +59,10 @@ def _reference(mixer: Any) -> tuple[Any, dict[str, Tensor]]:
     return reference, weights
 
 
-def test_kimi_delta_attention_equals_that_of_transformers() -> None:
+@pytest.mark.parametrize("flags", ["", "--norm-epsilon 0.1 --linear-norm-epsilon 1e-2"])
+def test_kimi_delta_attention_equals_that_of_transformers(flags: str) -> None:
     """Compare the output and all gradients in fp32, in which transformers always computes the recurrence."""
-    mixer = mixer_of(f"{SIZES} {K}", torch.float32)
+    mixer = mixer_of(f"{SIZES} {K} {flags}", torch.float32)
     disturb(mixer)
     reference, weights = _reference(mixer)
     x, _ = random_x_and_dy(D, torch.float32)

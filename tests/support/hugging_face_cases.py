@@ -24,6 +24,7 @@ MODELS["mistral"][1]["sliding_window"] = None  # TOML has no null
 MODELS["gemma2 of one cap"][1]["final_logit_softcapping"] = None
 for name in ("deepseek_v2 lite", "deepseek_v3 moonlight", "youtu of full queries"):
     MODELS[name][1]["q_lora_rank"] = None
+MODELS["olmo_hybrid"][1]["rope_parameters"] = {"rope_type": "default", "rope_theta": None}
 
 
 def causal_lm_class(model_type: str) -> Any:
@@ -49,11 +50,53 @@ def create_model(name: str, directory: Path, **changes: Any) -> Any:
         biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
         for parameter in (*model.parameters(), *biases):
             parameter.add_(0.2 * torch.randn_like(parameter))
+    if config.model_type == "olmo_hybrid":
+        # the epsilon of the norm of heads is fixed, and larger heads would magnify the rounding of fp32
+        for name, parameter in model.named_parameters():
+            if name.endswith("linear_attn.v_proj.weight"):
+                parameter.data.mul_(0.02)
+        save_olmo_hybrid(model, directory)
+        return model
     model.save_pretrained(directory)
     if config.model_type == "kimi_linear":
         tensors = load_file(directory / "model.safetensors")
         save_file({published_name(name): x for name, x in tensors.items()}, directory / "model.safetensors")
     return model
+
+
+def save_olmo_hybrid(model: Any, directory: Path) -> None:
+    """Save a model as it is published.
+
+    transformers cuts the convolution of queries, keys and values in three equal parts, whatever their sizes, and also
+    renames the norms of layers with attention as it does those of the others.
+    """
+    config = model.config
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    model.save_pretrained(directory, save_original_format=False)
+    tensors = load_file(directory / "model.safetensors")
+    for n, kind in enumerate(config.layer_types):
+        if kind != "linear_attention":
+            continue
+        layer = f"model.layers.{n}."
+        filters = tensors.pop(f"{layer}linear_attn.conv1d.weight")
+        for part, rows in zip("qkv", filters.split([keys, keys, len(filters) - 2 * keys]), strict=True):
+            tensors[f"{layer}linear_attn.{part}_conv1d.weight"] = rows.clone()
+        tensors[f"{layer}attention_layer_norm.weight"] = tensors.pop(f"{layer}input_layernorm.weight")
+        tensors[f"{layer}feedforward_layer_norm.weight"] = tensors.pop(f"{layer}post_attention_layernorm.weight")
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+def olmo_hybrid_in_memory(published: dict[str, Any]) -> dict[str, Any]:
+    """Return the weights of a published model by the names that they have in transformers."""
+    weights: dict[str, Any] = {}
+    for name, values in published.items():
+        if match := re.fullmatch(r"(.*linear_attn\.)([qkv])_conv1d\.weight", name):
+            filters = [published[f"{match[1]}{part}_conv1d.weight"] for part in "qkv"]
+            weights[f"{match[1]}conv1d.weight"] = torch.cat(filters)
+        else:
+            name = name.replace("attention_layer_norm", "input_layernorm")
+            weights[name.replace("feedforward_layer_norm", "post_attention_layernorm")] = values
+    return weights
 
 
 def published_name(name: str) -> str:
@@ -108,6 +151,8 @@ def load_in_fp64(model_dir: Path) -> Any:
     import transformers
 
     weights = load_file(model_dir / "model.safetensors")  # would have a wrong dtype within `in_fp64`
+    if json.loads((model_dir / "config.json").read_text())["model_type"] == "olmo_hybrid":
+        weights = olmo_hybrid_in_memory(weights)
     config = transformers.AutoConfig.from_pretrained(model_dir)
     config._experts_implementation = "eager"  # others do not multiply in fp64
     with in_fp64():

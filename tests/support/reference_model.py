@@ -96,6 +96,7 @@ class Model:
         sink: the sink of each head's softmax: "vanilla" is none, "learnable" a parameter, "off-by-one" a logit of 0.
         attention_cap, logit_cap: the bounds of the scores of attention and of the logits (arXiv:2408.00118).
         sandwich_norm: norms of the outputs of attention and feed-forward, before they are added.
+        input_norm: norms of the inputs of attention and feed-forward.
         embedding_multiplier: the factor of the word embedding where a token is looked up.
         softmax_scale: the factor of attention scores; None for 1 / sqrt(head_size).
         embedding_sum_multiplier, logit_multiplier: the factors of the sum of all embeddings, and of the logits, in the
@@ -132,6 +133,7 @@ class Model:
     logit_multiplier: float = 1.0
     windows: tuple[int | None, ...] = ()
     local_rotary: Rotary | None = None
+    input_norm: bool = True
 
     @property
     def is_gated(self) -> bool:
@@ -198,8 +200,9 @@ def shapes(m: Model) -> dict[str, tuple[int, ...]]:
         parameters["embedding.position"] = (m.max_positions, m.width)
     for i in range(m.num_layers):
         a, f = f"layers.{i}.attention", f"layers.{i}.mlp"
-        norm(f"{a}.norm", m.width)
-        norm(f"{f}.norm", m.width)
+        if m.input_norm:
+            norm(f"{a}.norm", m.width)
+            norm(f"{f}.norm", m.width)
         if m.sandwich_norm:
             norm(f"{a}.post_norm", m.width)
             norm(f"{f}.post_norm", m.width)
@@ -335,10 +338,12 @@ def logits(
     x = dropout("embedding", -1, x)
     for i in range(m.num_layers):
         a, f = f"layers.{i}.attention", f"layers.{i}.mlp"
-        y = attend(w, i, normalize(w, f"{a}.norm", x, m), position_BS, visible_BST, m, dropout)
+        y = normalize(w, f"{a}.norm", x, m) if m.input_norm else x
+        y = attend(w, i, y, position_BS, visible_BST, m, dropout)
         y = normalize(w, f"{a}.post_norm", y, m) if m.sandwich_norm else y
         x = x + dropout("after_attention", i, y)
-        y = activate(w, f, normalize(w, f"{f}.norm", x, m), m) @ w[f"{f}.down"].T
+        y = normalize(w, f"{f}.norm", x, m) if m.input_norm else x
+        y = activate(w, f, y, m) @ w[f"{f}.down"].T
         y = y + w[f"{f}.down_bias"] if m.bias == "all" else y
         y = normalize(w, f"{f}.post_norm", y, m) if m.sandwich_norm else y
         x = x + dropout("after_mlp", i, y)

@@ -213,7 +213,7 @@ class _RankRecorder:
         def hook(_module: Any, args: tuple[Any, ...], y: Any) -> None:
             if self.sample is None:
                 return
-            if is_norm:  # of mlp_norm: its input, or the sum that a fused kernel returns
+            if is_norm:  # of mlp_norm, or the MLP without one: its input, or the sum that a fused kernel returns
                 y = y[0] if isinstance(y, tuple) else args[0]
             self._add_once("forward", name, y)
 
@@ -395,7 +395,8 @@ def _recorded_modules(chunk: int, stage: Any) -> list[tuple[str, Any, bool]]:
             modules.append((f"{name}{ATTENTION_ADDED}", block, False))
             continue
         if block.mixer is not None:
-            modules.append((f"{name}{ATTENTION_ADDED}", block.mlp_norm, True))
+            first = block.mlp if block.mlp_norm is None else block.mlp_norm
+            modules.append((f"{name}{ATTENTION_ADDED}", first, True))
         modules.append((f"{name}.mlp", block.mlp, False))
         modules.append((name, block, False))
     if stage.head is not None:

@@ -42,7 +42,8 @@ def position_notes(config: Config) -> Iterator[Problem]:
             yield no_effect(shown(config, name), without="multi_latent_attention")
     if not model.uses_delta_rule:
         linear_only = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim")
-        for name in options_set(config, *linear_only, "linear_num_key_heads", "linear_num_value_heads"):
+        linear_only += ("linear_num_key_heads", "linear_num_value_heads")
+        for name in options_set(config, *linear_only, "linear_allow_neg_eigval", "linear_norm_epsilon"):
             yield no_effect(
                 shown(config, name), without="experimental_attention_variant", value="gated_delta_net or kda"
             )
@@ -283,6 +284,11 @@ def training_notes(config: Config) -> Iterator[Problem]:
     if is_set(config, "recompute_modules") and train.recompute_granularity != "selective":
         modules = " ".join(train.recompute_modules)
         yield no_effect(f"recompute_modules={modules}", without="recompute_granularity", value="selective")
+    elif "layernorm" in train.recompute_modules and config.model.norm_placement == "output":
+        yield Problem(
+            "recompute_modules=layernorm has no effect with norm_placement=output, where no layer has a norm of inputs",
+            options=("recompute_modules", "norm_placement"),
+        )
     if train.recompute_granularity != "full":
         for name in options_set(config, "recompute_num_layers", "recompute_method"):
             yield no_effect(shown(config, name), without="recompute_granularity", value="full")

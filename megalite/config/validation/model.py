@@ -242,6 +242,7 @@ def model_problems(config: Config) -> Iterator[Problem]:
     yield from _mtp_problems(config)
     yield from _clamped_swiglu_problems(config)
     yield from _scale_problems(config)
+    yield from _norm_problems(config)
     yield from _hybrid_model_problems(config)
     yield from _head_size_problems(config)
     yield from _list_value_problems(config)
@@ -308,6 +309,18 @@ def _hybrid_model_problems(config: Config) -> Iterator[Problem]:
             f"parallel_residual=True adds a mixer and an MLP to the same input, but {pattern} has layers with only one "
             "of them; drop it",
             options=("parallel_residual", "hybrid_layer_pattern"),
+        )
+
+
+def _norm_problems(config: Config) -> Iterator[Problem]:
+    """Yield the contradictions between the placement of norms and other options."""
+    placement = config.model.norm_placement
+    if placement == "input":
+        return
+    if config.model.sandwich_norm:
+        yield Problem(
+            f"norm_placement={placement} with sandwich_norm=True, which normalizes inputs and outputs; drop one",
+            options=("norm_placement", "sandwich_norm"),
         )
 
 

@@ -413,6 +413,8 @@ def _unwritable_layers(model: ModelConfig, family: ModelFamily) -> str:
         return f"{shown_pattern(model.with_pattern().hybrid_layer_pattern or '')} is not attention and MLP in turn"
     if family.has_attention and not any(layer.has_attention for layer in model.layers):
         return "no layer has attention, without which transformers fails"
+    if family.mixes_layers and not any(layer.is_recurrent for layer in model.layers):
+        return f"no layer has {family.recurrent_mixer}, without which transformers fails"
     return mixer_width_problem(model, family)
 
 
@@ -573,6 +575,11 @@ def _read_recurrent_layers(config: Json, family: ModelFamily, num_layers: int) -
         return {}, [f"{_INTERVAL}={interval!r} is not a number of 1 or more layers"]
     else:
         is_recurrent = [(layer + 1) % interval != 0 for layer in range(num_layers)]
+        if family.mixes_layers and all(is_recurrent):
+            is_recurrent[-1] = False
+    if family.mixes_layers and len(set(is_recurrent)) == 1:
+        kind = LINEAR_ATTENTION if is_recurrent[0] else FULL_ATTENTION
+        return {}, [f"layer_types has only {kind!r}, but {family.name} has layers of both kinds"]
     if not any(is_recurrent):
         return {}, []
     pattern = format_layer_pattern(is_recurrent)

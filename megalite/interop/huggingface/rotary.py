@@ -51,6 +51,9 @@ def read_rope(config: Json, options: Json, family: ModelFamily) -> list[str]:
     used = _complete_table(table, config, family)
     if problems := _conflicts(config, family, name, used) + _ignored_keys(config, family, used):
         return problems
+    if family.rotates_by_base and used["rope_theta"] is None:
+        options["position_embedding_type"] = "none"
+        return []
     base, fraction = (used[key] for key in _KEYS)
     if base is None or (fraction is None and _supports_partial_rotation(family)):
         key = _rotary_keys(family)[0 if base is None else 1]
@@ -154,6 +157,9 @@ def write_rope(model: ModelConfig, family: ModelFamily) -> Json:
         keys["max_position_embeddings"] = int(model.rotary_scaling_factor * model.yarn_original_max_position_embeddings)
     elif family.scalings:
         keys["rope_scaling"] = write_scaling(model, family)
+    if family.rotates_by_base and not model.uses_rope:
+        base: Json = {"rope_theta": None}
+        keys = {**base, "rope_scaling": None, "rope_parameters": {"rope_type": "default", **base}}
     if _has_local_positions(family):
         keys[_LOCAL_BASE] = model.rotary_base if model.rotary_local_base is None else model.rotary_local_base
     return keys
