@@ -166,7 +166,7 @@ class _ArgumentParser:
         if not remedy:
             advice = "; see --help"
         elif known:
-            advice = f"; use {remedy}"
+            advice = f"; {remedy}" if remedy.startswith("no flag") else f"; use {remedy}"
         else:
             advice = f"; did you mean {remedy}?"
         self.parsed.problems.append(f"unknown flag {flag}{advice}")

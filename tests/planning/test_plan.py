@@ -247,6 +247,13 @@ def test_plan_reports_shortage_in_its_unit(capsys: pytest.CaptureFixture[str]) -
         assert unit in rows["time"] and not any(text.startswith("0 ") for text in rows.values()), rows
 
 
+def test_overlap_refuses_a_batch_that_grows(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "overlap --preset llama3-8b --num-gpus 64 --rampup-batch-size 64 64 1000 --global-batch-size 512"
+    assert plan.main(flags.split()) == 2
+    captured = capsys.readouterr()
+    assert "rampup_batch_size is set, and batches are compared; drop it" in captured.err and not captured.out
+
+
 @pytest.mark.presubmit
 def test_overlap_has_the_exposed_communication_of_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each row is the plan with its batch, and larger batches hide more."""

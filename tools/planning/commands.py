@@ -113,8 +113,9 @@ def run_memory(args: argparse.Namespace, argv: list[str]) -> int:
 def run_overlap(args: argparse.Namespace, argv: list[str]) -> int:
     """Print the exposed communication of one layout by batch."""
     request, profile = _read(args, argv)
-    if request.config.train.step_batch_size_schedule is not None:
-        raise ConfigError(["step_batch_size_schedule is set, and batches are compared; drop it"])
+    for name in ("step_batch_size_schedule", "rampup_batch_size"):
+        if getattr(request.config.train, name) is not None:
+            raise ConfigError([f"{name} is set, and batches are compared; drop it"])
     limit = int(USABLE_MEMORY * request.cluster.device.memory_bytes)
     print(f"exposed communication as a share of a step: {layout_of(request.config)}")
     print("\nlarger micro-batches, one for each pipeline rank:")

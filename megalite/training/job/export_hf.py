@@ -103,8 +103,8 @@ def export_family(config: Config) -> str:
     preferred = read_model_type(named_external_dir(config)) or read_model_type(tokenizer_source_dir(config.data))
     folded = fold_mup(config.model)
     family = choose_family(folded.model, None, preferred)
-    is_half_precision = config.precision.bf16 or config.precision.fp16
-    dtype = torch.bfloat16 if is_half_precision else torch.float32
+    precision = config.precision
+    dtype = torch.float16 if precision.fp16 else torch.bfloat16 if precision.bf16 else torch.float32
     folded.check(FAMILIES.get(family).zero_centered_norms, dtype)
     return family
 

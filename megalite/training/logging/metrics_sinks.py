@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -367,7 +367,11 @@ def row_sinks(log: LogConfig, run: TrackedRun) -> list[MetricsSink]:
     if log.trackio_project is not None:
         sinks.append(TrackioSink(log.trackio_project, run.name, run.config, run.id_file("trackio_run_id.txt")))
     plugins = REGISTRIES["tracker"].plugin_components
-    return [*sinks, *(PluginSink(name, build, run) for name, build in plugins.items())]
+    for name, build in plugins.items():
+        # each has its own copy of the options, since a plugin may change them
+        own_run = replace(run, config={section: dict(options) for section, options in run.config.items()})
+        sinks.append(PluginSink(name, build, own_run))
+    return sinks
 
 
 def _batches(items: list[Any], size: int) -> Iterator[list[Any]]:
