@@ -39,7 +39,7 @@ class GatedDeltaNet(RecurrentMixer):
         recurrence = Recurrence(scale=model.linear_key_head_dim**-0.5, normalize_qk=True)
         super().__init__(make_param.mesh, model, layer, spec, recurrence, recompute_core)
         self.eps = model.linear_norm_eps or model.norm_epsilon
-        self.beta_factor = 2.0 if model.linear_allow_neg_eigval else 1.0
+        self.doubles_beta = model.linear_allow_neg_eigval
         self.key_dim = K = model.linear_key_head_dim
         self.value_dim = V = model.linear_value_head_dim
         D, W = model.hidden_size, model.linear_conv_kernel_dim
@@ -101,7 +101,9 @@ class GatedDeltaNet(RecurrentMixer):
         q, k = (x.unflatten(-1, (-1, K)) for x in (q, k))
         A_log, dt_bias = rows_of_heads(self.A_log, heads), rows_of_heads(self.dt_bias, heads)
         log_decay_SBh = -A_log.exp() * F.softplus(a_SBh + dt_bias)
-        beta_SBh = self.beta_factor * b_SBh.sigmoid()
+        beta_SBh = b_SBh.sigmoid()
+        if self.doubles_beta:
+            beta_SBh = 2 * beta_SBh
         return RecurrenceInputs(q, k, v.unflatten(-1, (-1, V)), log_decay_SBh, beta_SBh)
 
     def gated_norm(self, o_SBhV: Tensor, z_SBf: Tensor) -> Tensor:

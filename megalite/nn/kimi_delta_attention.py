@@ -41,7 +41,7 @@ class KimiDeltaAttention(RecurrentMixer):
         recurrence = Recurrence(scale=model.linear_key_head_dim**-0.5, normalize_qk=True)
         super().__init__(make_param.mesh, model, layer, spec, recurrence, recompute_core)
         self.eps = model.linear_norm_eps or model.norm_epsilon
-        self.beta_factor = 2.0 if model.linear_allow_neg_eigval else 1.0
+        self.doubles_beta = model.linear_allow_neg_eigval
         self.key_dim = K = model.linear_key_head_dim
         self.value_dim = V = model.linear_value_head_dim
         D, W, H = model.hidden_size, model.linear_conv_kernel_dim, model.linear_num_value_heads
@@ -100,7 +100,9 @@ class KimiDeltaAttention(RecurrentMixer):
         steps_SBhK = F.softplus(f_SBf.to(dtype) + rows_of_heads(self.dt_bias, heads, K)).unflatten(-1, (h, K))
         log_decay_SBhK = -rows_of_heads(self.A_log, heads).exp().unsqueeze(-1) * steps_SBhK
         q, k, v = q.unflatten(-1, (h, K)), k.unflatten(-1, (h, K)), v.unflatten(-1, (h, V))
-        beta_SBh = self.beta_factor * b_SBh.to(dtype).sigmoid()
+        beta_SBh = b_SBh.to(dtype).sigmoid()
+        if self.doubles_beta:
+            beta_SBh = 2 * beta_SBh
         return RecurrenceInputs(q, k, v, log_decay_SBhK, beta_SBh)
 
     def output_gate(self, z_SBf: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ AXES = [(8, 16, 32), (1, 1, 8), (4, 1, 2), (1, 2, 1), (2, 4, 1), (1, 8, 2), (1, 
 
 def fits(preset: str, tp: int, pp: int) -> bool:
     sizes = PRESETS[preset]
-    split = [sizes["num_attention_heads"], sizes.get("ffn_hidden_size", 0)]
+    split = [sizes["num_attention_heads"], sizes.get("ffn_hidden_size", 0), sizes.get("mamba_num_groups", 0)]
     return not any(size % tp for size in split) and sizes["num_layers"] >= pp
 
 

@@ -84,9 +84,9 @@ def test_every_launched_program_ends_its_ranks() -> None:
     files_with = lambda part: {name for name, text in texts.items() if part in text}  # noqa: E731
     starting = files_with("read_environment(")  # two programs start through on_ranks of collectives.py
     launched = starting - {"collectives.py"} | {name for name in files_with("on_ranks(") if name != "collectives.py"}
-    leaving = {"command.py", "check_cluster.py", "benchmark_comm.py", "generate.py"}
+    leaving = {"command.py", "check_cluster.py", "benchmark_comm.py", "generate.py", "evaluate.py"}
     assert launched == files_with("exit_process(lambda: ") == leaving
-    assert starting == {"command.py", "generate.py", "collectives.py"}
+    assert starting == {"command.py", "generate.py", "evaluate.py", "collectives.py"}
     assert "run_main(main)" in (ROOT / "pretrain_gpt.py").read_text()
 
 

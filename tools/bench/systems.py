@@ -21,7 +21,7 @@ from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config import cli
 from megalite.config.options import ConfigError
 from megalite.config.validation import find_problems
-from megalite.interop.huggingface.config_json import incompatibilities, write_config
+from megalite.interop.huggingface.config_json import incompatibilities, unwritable_layers, write_config
 from megalite.interop.name_mapping import FAMILIES
 from megalite.launch.process_group import process_group
 from megalite.launch.rank_info import RankInfo
@@ -130,7 +130,11 @@ def transformers_config(config: Any) -> dict[str, Any]:
     if model.num_mtp_depths:
         raise CheckpointError(f"mtp_num_layers={model.num_mtp_depths}: transformers drops these depths; set it to 0")
     reasons = {name: incompatibilities(model, FAMILIES.get(name)) for name in FAMILIES}
-    family = min(reasons, key=lambda name: len(reasons[name]))
+
+    def difference(name: str) -> tuple[bool, int]:
+        return bool(unwritable_layers(model, FAMILIES.get(name))), len(reasons[name])
+
+    family = min(reasons, key=difference)
     if reasons[family]:
         raise CheckpointError(f"the most similar model is {family}, but {'; '.join(reasons[family])}")
     return write_config(model, family, config.data.vocab_size, "float32", {}) | {"use_cache": False}

@@ -6,13 +6,9 @@ from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
-import torch
-
 from megalite.config.hybrid_pattern import DEPTH, MLP_LETTERS, RECURRENT_LETTERS, without_borders
 from megalite.config.option_parsers import format_layer_pattern, parse_layer_pattern
 from megalite.config.options import Config, ModelConfig
-from megalite.models.layers import resolve_cp_comm_type
-from megalite.planning.layer_kinds import single_document_sharding
 from tools.verification.kv_sharing import KVSharing
 from tools.verification.reference_sharding import Layout
 from tools.verification.shrink_stages import SmallStages
@@ -92,9 +88,15 @@ def shrink_model(config: Config, requested: Layout, layout: Layout, stages: Smal
 def _resolved_comm_types(config: Config, requested: Layout) -> list[str]:
     """Return what each layer of the run exchanges over cp; a small one might choose otherwise."""
     model = config.model
+    # they import torch
+    from megalite.models.layers import resolve_cp_comm_type
+    from megalite.planning.layer_kinds import single_document_sharding
+
     sharding = single_document_sharding(model, requested.cp)
     if sharding is None:
         return ["auto"] * len(model.layers)
+    import torch
+
     dtype = torch.bfloat16 if config.precision.bf16 or config.precision.fp16 else torch.float32
     return [resolve_cp_comm_type(model, layer, requested.tp, sharding, dtype) for layer in model.layers]
 

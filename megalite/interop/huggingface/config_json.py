@@ -360,7 +360,7 @@ def incompatibilities(model: ModelConfig, family: ModelFamily) -> list[str]:
 
     The model is written as a config.json and read back, and the differences are the reasons.
     """
-    if problem := _unwritable_layers(model, family) or _unwritable_depths(model, family):
+    if problem := unwritable_layers(model, family) or _unwritable_depths(model, family):
         return [problem]
     problems = _unwritable_experts(model, family)
     if problems:
@@ -398,7 +398,7 @@ def incompatibilities(model: ModelConfig, family: ModelFamily) -> list[str]:
     return lines or derived_lines  # options that follow from others differ if these do
 
 
-def _unwritable_layers(model: ModelConfig, family: ModelFamily) -> str:
+def unwritable_layers(model: ModelConfig, family: ModelFamily) -> str:
     """Return why `family` does not have the kinds of layers of `model`, or ""."""
     if family.layer_letters:
         if others := parts_without_letter(model, family):
