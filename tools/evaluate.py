@@ -29,16 +29,8 @@ from megalite.common.optional_packages import MissingPackageError, missing_packa
 from megalite.launch.local_launcher import launch_local
 from megalite.launch.process_group import exit_process, process_group
 from megalite.launch.rank_info import LaunchError, RankInfo, nproc_error, read_environment
-from tools.cli_common import (
-    PluginAction,
-    find_unwritable,
-    local_path,
-    make_parser,
-    number_in_range,
-    positive_int,
-    write_json,
-)
-from tools.generate import flag_conflicts
+from tools.cli_common import find_unwritable, local_path, make_parser, number_in_range, positive_int, write_json
+from tools.generate import add_rank_flags, flag_conflicts
 
 START_TIMEOUT = datetime.timedelta(minutes=10)  # for other ranks
 # for rank 0, which prepares the tasks; a launcher notices dead ranks earlier
@@ -220,16 +212,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--download", action="store_true", help="let lm-eval fetch data sets that are not here")
     parser.add_argument("--output", metavar="FILE", type=local_path, help="file for the results as JSON")
     parser.add_argument("--batch-size", type=positive_int, default=16, help="texts per batch (default 16)")
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of weights and arithmetic"
-    )
-    parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if it is available"
-    )
-    parser.add_argument("--nproc", type=positive_int, help="local processes to start, without a launcher")
-    parser.add_argument("--plugin", action=PluginAction)
-    parser.add_argument("--tensor-model-parallel-size", type=positive_int, default=1, metavar="TP")
-    parser.add_argument("--pipeline-model-parallel-size", type=positive_int, default=1, metavar="PP")
+    add_rank_flags(parser)
     return parser
 
 

@@ -32,6 +32,20 @@ from tools.cli_common import PluginAction, make_parser, number_in_range, positiv
 TIMEOUT = datetime.timedelta(minutes=10)  # for other ranks
 
 
+def add_rank_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of how the ranks that share a model compute it, which `flag_conflicts` checks."""
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of weights and arithmetic"
+    )
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if it is available"
+    )
+    parser.add_argument("--nproc", type=positive_int, help="local processes to start, without a launcher")
+    parser.add_argument("--plugin", action=PluginAction)
+    parser.add_argument("--tensor-model-parallel-size", type=positive_int, default=1, metavar="TP")
+    parser.add_argument("--pipeline-model-parallel-size", type=positive_int, default=1, metavar="PP")
+
+
 def flag_conflicts(args: argparse.Namespace, world_size: int) -> str | None:
     """Return a message if the layout does not fit the number of ranks, otherwise None."""
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
@@ -156,16 +170,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt, one per line")
     parser.add_argument("--batch-size", type=positive_int, default=16, help="prompts per batch (default 16)")
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of weights and arithmetic"
-    )
-    parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if it is available"
-    )
-    parser.add_argument("--nproc", type=positive_int, help="local processes to start, without a launcher")
-    parser.add_argument("--plugin", action=PluginAction)
-    parser.add_argument("--tensor-model-parallel-size", type=positive_int, default=1, metavar="TP")
-    parser.add_argument("--pipeline-model-parallel-size", type=positive_int, default=1, metavar="PP")
+    add_rank_flags(parser)
     return parser
 
 

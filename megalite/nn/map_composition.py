@@ -37,7 +37,7 @@ from megalite.parallel.mesh import Axis
 
 
 class ScanTransfer(NamedTuple):
-    """What a range sends to a later one in a round of a scan; ranges are numbered in order.
+    """A map or a state that a range sends to a later one in a round of a scan; ranges are numbered in order.
 
     is_state  it starts at the first range, so it is a state; otherwise it is a map
     """

@@ -107,7 +107,7 @@ class ModelStates:
 
 @dataclass(frozen=True)
 class _StateRequest:
-    """What the model state of a pipeline rank depends on; `states`, which computes it, does not count."""
+    """The properties that determine the model state of a pipeline rank, and `states`, which computes it."""
 
     config: Config
     world: int
