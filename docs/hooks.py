@@ -39,7 +39,8 @@ BOOST |= {"Decision records": 1e-6, "from_other_trainers.md": 0.5}
 BOOST |= {"data.md": 4.0, "plugins.md": 0.5}  # other pages have headings with the same words, such as `dataset`
 # Lines do not break within the dashes of a flag, a date, or a number and its unit. `(?=...)`: not inside a tag.
 NOT_BROKEN = re.compile(r"(?<![\w-])(?:--\w|\d{4}-\d\d-\d\d|\d[\d.]* %)(?=[^<>]*<)")
-LINK = re.compile(r"(?<!!)\[([^\]\n]+)\]\(([^)#\s:]+)(#[^)\s]*)?\)")
+# A text may go on in the next line, as Markdown allows, and not over a blank one.
+LINK = re.compile(r"(?<!!)\[((?:[^\]\n]|\n(?!\s*\n))+)\]\(([^)#\s:]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -15,11 +15,14 @@ import tomllib
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import browser
 import documents
 import pytest
 from documents import ROOT
+
+from docs import hooks
 
 PARTS = "mkdocs.yml docs megalite README.md CHANGELOG.md SECURITY.md CONTRIBUTING.md CODE_OF_CONDUCT.md".split()
 HEAVY = ("torch", "numpy", "safetensors", "tokenizers")  # packages that reading docstrings does not need
@@ -91,6 +94,14 @@ def lost_lists(page: Page) -> list[str]:
 
 
 @pytest.mark.nightly
+def test_link_may_break_between_two_words() -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="changelog.md"), ancestors=[], meta={})
+    broken = "See [context\n  parallelism](docs/context.md#parallelism)."
+    assert hooks.on_page_markdown(broken, page) == "See [context\n  parallelism](context.md#parallelism)."
+    two_paragraphs = "An [open\n\nbracket](docs/context.md)"
+    assert hooks.on_page_markdown(two_paragraphs, page) == two_paragraphs
+
+
 def test_site_has_every_document_and_loads_nothing_external(site: Path) -> None:
     pages = {file.stem: Page(file) for file in site.glob("*.html") if file.stem != "404"}
     added = {"changelog", "security", "flags", "megatron_flags"}
