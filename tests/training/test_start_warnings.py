@@ -1,4 +1,4 @@
-"""The warnings of a run's start: environment variables that slow it down or break it, and GPUs that it does not use."""
+"""The warnings of a run's start: variables that slow it down or break it, and what it leaves unused of its machine."""
 
 import os
 from pathlib import Path
@@ -6,11 +6,13 @@ from pathlib import Path
 import programs
 import pytest
 import torch
-from train_cases import SMALL_RUN
+from train_cases import SMALL_RUN, config_from
 
 from megalite.launch import system_checks
 from megalite.launch.rank_info import RankInfo
-from megalite.training.job import preflight, startup
+from megalite.planning.remedies import planned_bytes
+from megalite.planning.run_plan import RunPlan, make_run_plan
+from megalite.training.job import preflight, startup, unused_resources
 
 ONE_RANK = RankInfo(world_size=1, local_world_size=1)
 ONE_NODE, TWO_NODES = (RankInfo(world_size=size, local_world_size=2) for size in (2, 4))
@@ -58,14 +60,54 @@ def test_good_values_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert preflight.variable_warnings("cuda", TWO_NODES) == []
 
 
-def test_idle_gpus_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    (warning,) = preflight.unused_gpu_warning("cuda", ONE_NODE)
+def test_idle_gpus_are_reported() -> None:
+    (warning,) = unused_resources.unused_gpus(ONE_NODE, 8)
     assert warning.startswith("6 of 8 GPUs of this machine are idle: start a rank for each, as with --nproc 8")
-    assert preflight.unused_gpu_warning("cuda", RankInfo(world_size=16, local_world_size=8)) == []
-    assert preflight.unused_gpu_warning("cpu", ONE_NODE) == []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # a launcher shows each rank its GPU alone
-    assert preflight.unused_gpu_warning("cuda", ONE_NODE) == []
+    assert unused_resources.unused_gpus(RankInfo(world_size=16, local_world_size=8), 8) == []
+    assert unused_resources.unused_gpus(ONE_NODE, 1) == []  # a launcher shows each rank its GPU alone
+
+
+def test_idle_cores_are_reported() -> None:
+    (warning,) = unused_resources.unused_cores(ONE_NODE, num_threads=1, num_cores=64)
+    assert warning == "2 ranks x 1 thread leave most of 64 cores idle: set OMP_NUM_THREADS=32"
+    assert unused_resources.unused_cores(ONE_NODE, num_threads=16, num_cores=64) == []  # a thread for each core of two
+    assert unused_resources.unused_cores(ONE_RANK, num_threads=1, num_cores=2) == []
+
+
+def test_unused_tensor_cores_are_reported() -> None:
+    (warning,) = unused_resources.unused_matmul_units(torch.float32, "NVIDIA H100 80GB HBM3")
+    assert warning.endswith("its data sheet has 66.9 TFLOP/s, and 989.4 with --bf16")
+    (warning,) = unused_resources.unused_matmul_units(torch.float32, "Tesla V100-SXM2-16GB")
+    assert warning.endswith("and 125 with --fp16")
+    assert unused_resources.unused_matmul_units(torch.bfloat16, "NVIDIA H100 80GB HBM3") == []
+    assert unused_resources.unused_matmul_units(torch.float32, "an unknown GPU") == []
+
+
+def plan_with(flags: str) -> RunPlan:
+    model = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 96 --seq-length 1024 --bf16"
+    run = "--hidden-dropout 0 --attention-dropout 0 --mock-data --train-iters 1 --lr 1"
+    return make_run_plan(config_from(f"{model} {run} {flags}"), 1, 96)
+
+
+def test_recomputation_without_need_is_reported() -> None:
+    full = plan_with("--micro-batch-size 1 --recompute-granularity full --recompute-method uniform")
+    peak = planned_bytes(plan_with("--micro-batch-size 1"))
+    (warning,) = unused_resources.unused_memory(full, peak / 0.79)
+    assert warning.startswith("recomputation is not needed: without --recompute-granularity full a rank holds ")
+    assert planned_bytes(full) < peak
+    assert unused_resources.unused_memory(full, peak / 0.81) == []
+
+
+def test_memory_for_larger_micro_batches_is_reported() -> None:
+    plan = plan_with("--micro-batch-size 2 --global-batch-size 8")
+    peak = planned_bytes(plan_with("--micro-batch-size 4 --global-batch-size 8"))
+    (warning,) = unused_resources.unused_memory(plan, 2.1 * peak)
+    assert "a step has 4 micro-batches: with --micro-batch-size 4 it has 2, and a rank holds " in warning
+    assert unused_resources.unused_memory(plan, 1.9 * peak) == []
+    one_microbatch = plan_with("--micro-batch-size 8 --global-batch-size 8")
+    assert unused_resources.unused_memory(one_microbatch, 1e15) == []
+    long_microbatches = plan_with("--micro-batch-size 8 --global-batch-size 64")
+    assert unused_resources.unused_memory(long_microbatches, 1e15) == []  # 8,192 tokens already
 
 
 def test_log_has_the_variables_of_nccl_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

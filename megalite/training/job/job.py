@@ -36,6 +36,7 @@ from megalite.training.job import preflight, startup
 from megalite.training.job.command import TrainCommand
 from megalite.training.job.export_hf import export
 from megalite.training.job.stop_signals import DOUBLE_SIGNAL_S, STOP_SIGNALS, StopSignalHandler
+from megalite.training.job.unused_resources import unused_resources
 from megalite.training.logging import log_format
 from megalite.training.logging.device_memory import keep_freed_heap
 from megalite.training.logging.metrics_logger import MetricsLogger, NullLogger
@@ -257,8 +258,9 @@ class TrainingJob:
         preflight.check_machine(plan, device_type, ranks)
         preflight.check_save_writable(self.config, ranks)
         self.warnings += preflight.variable_warnings(device_type, ranks)
-        self.warnings += preflight.unused_gpu_warning(device_type, ranks)
         self.warnings += preflight.thread_oversubscription_warning(device_type, ranks)
+        if ranks.rank == 0:  # the only one that prints them; some are planned, which takes time
+            self.warnings += unused_resources(plan, ranks, device_type)
         if self.config.train.deterministic_mode:
             torch.use_deterministic_algorithms(True)
         if device_type == "cpu":

@@ -202,17 +202,6 @@ def variable_warnings(device: str, ranks: RankInfo) -> list[str]:
     return [f"{text}; {remedy}" for text, remedy in problems if not text.startswith(of_collectives)]
 
 
-def unused_gpu_warning(device: str, ranks: RankInfo) -> list[str]:
-    """Return a warning if this machine has GPUs that no rank uses."""
-    if device != "cuda" or (num_gpus := torch.cuda.device_count()) <= ranks.local_world_size:
-        return []
-    unused = num_gpus - ranks.local_world_size
-    return [
-        f"{unused} of {num_gpus} GPUs of this machine are idle: start a rank for each, as with --nproc {num_gpus}, or "
-        "name those to use in CUDA_VISIBLE_DEVICES"
-    ]
-
-
 def shared_memory_warning(mesh: Mesh) -> list[str]:
     """Return a warning if ranks of one machine should communicate by shared memory, and cannot."""
     if not mesh.shared_memory_error:
