@@ -51,7 +51,9 @@ def build_parser(command: str) -> argparse.ArgumentParser:
         add_budget_flags(parser)
     if command == "":
         add_plan_flags(parser)
-    elif command == "tokens":
+    if command in ("", "overlap"):
+        add_output_flags(parser)
+    if command == "tokens":
         parser.add_argument(
             "--mfu",
             type=number_in_range(float, "(0, 1]"),
@@ -104,6 +106,10 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         help="fraction of a device's memory to plan with; default 0.9",
     )
     parser.add_argument("--top", type=positive_int, default=10, help="number of layouts to print; default 10")
+
+
+def add_output_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name files to write."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that is printed, and more, as JSON")
     parser.add_argument("--out", type=Path, metavar="FILE", help="draw a picture; the suffix is the format")
 

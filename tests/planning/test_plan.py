@@ -247,11 +247,20 @@ def test_plan_reports_shortage_in_its_unit(capsys: pytest.CaptureFixture[str]) -
         assert unit in rows["time"] and not any(text.startswith("0 ") for text in rows.values()), rows
 
 
-def test_overlap_refuses_a_batch_that_grows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_overlap_refuses_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "overlap --preset llama3-8b --num-gpus 64 --rampup-batch-size 64 64 1000 --global-batch-size 512"
     assert plan.main(flags.split()) == 2
     captured = capsys.readouterr()
-    assert "rampup_batch_size is set, and batches are compared; drop it" in captured.err and not captured.out
+    for name in ("global_batch_size", "rampup_batch_size"):
+        assert f"{name} is set, and batches are compared; drop it" in captured.err
+    assert not captured.out
+
+
+def test_overlap_checks_its_files_before_it_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["overlap", "--preset", "llama3-8b", "--out", str(tmp_path / "overlap.xyz")]
+    assert plan.main(flags) == 2
+    captured = capsys.readouterr()
+    assert "overlap.xyz" in captured.err and not captured.out
 
 
 @pytest.mark.presubmit
@@ -259,12 +268,19 @@ def test_overlap_has_the_exposed_communication_of_plans(tmp_path: Path, capsys: 
     """Each row is the plan with its batch, and larger batches hide more."""
     layout = "--num-layers 4 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --vocab-size 32000".split()
     layout += "--num-gpus 32 --pp 2 --zero-stage 2".split()
-    assert plan.main(["overlap", *layout]) == 0
+    files = ["--json", str(tmp_path / "overlap.json"), "--out", str(tmp_path / "overlap.svg")]
+    assert plan.main(["overlap", *layout, *files]) == 0
     text = capsys.readouterr().out
     rows = [line.split() for line in text.splitlines() if line[:1].isdigit()]
     exposed = [float(row[row.index("%") - 1]) for row in rows]
     assert len(rows) == 10 and exposed[:5] == sorted(exposed[:5], reverse=True) and exposed[0] > exposed[4]
     assert exposed[5:] == sorted(exposed[5:], reverse=True) and exposed[0] == exposed[5]
+    curves = json.loads((tmp_path / "overlap.json").read_text())["curves"]
+    points = [point for name in curves for point in curves[name]]
+    assert [f"{100 * point['exposed']:.1f}" for point in points] == [f"{share:.1f}" for share in exposed]
+    assert all(point["fits"] == ("too much" not in " ".join(row)) for point, row in zip(points, rows, strict=True))
+    drawn = (tmp_path / "overlap.svg").read_text()
+    assert all(name in drawn for name in curves)
     for row, share in [*zip(rows, exposed, strict=True)][1:7:5]:
         batch = ["--micro-batch-size", row[0], "--global-batch-size", row[2].replace(",", "")]
         plan.main([*layout, *batch, "--json", str(tmp_path / "plan.json")])

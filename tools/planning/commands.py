@@ -3,8 +3,8 @@
 import argparse
 import contextlib
 import gc
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,9 @@ from tools.planning.search import (
     search,
 )
 from tools.planning.token_budget import TokenBudget, chinchilla_tokens, parse_quantity
+from tools.plots.overlap import picture as overlap_picture
 from tools.plots.plan import picture
-from tools.plots.style import save
+from tools.plots.style import Picture, save
 
 
 def run(command: str, args: argparse.Namespace, argv: list[str]) -> int:
@@ -89,7 +90,8 @@ def run_plan(args: argparse.Namespace, argv: list[str]) -> int:
             args.toml.write_text(dump_config(cli.read(flags, PRESETS)[0]), "utf-8")
             print(f"\n{args.toml}: give it with --config, and the data with --data-path")
     if args.json is not None or args.out is not None:
-        _write_files(args, request, result, budget)
+        data = _plan_as_json(args, request, result, budget)
+        _write_files(args, data, lambda: picture(data))
     return 0 if best.peak <= result.limit else 1
 
 
@@ -112,16 +114,26 @@ def run_memory(args: argparse.Namespace, argv: list[str]) -> int:
 
 def run_overlap(args: argparse.Namespace, argv: list[str]) -> int:
     """Print the exposed communication of one layout by batch."""
+    _check_writable(["out"], json=args.json, out=args.out)
     request, profile = _read(args, argv)
-    for name in ("step_batch_size_schedule", "rampup_batch_size"):
-        if getattr(request.config.train, name) is not None:
-            raise ConfigError([f"{name} is set, and batches are compared; drop it"])
+    names = ("global_batch_size", "step_batch_size_schedule", "rampup_batch_size")
+    conflicting = [name for name in names if getattr(request.config.train, name) is not None]
+    if conflicting:
+        raise ConfigError([f"{name} is set, and batches are compared; drop it" for name in conflicting])
     limit = int(USABLE_MEMORY * request.cluster.device.memory_bytes)
-    print(f"exposed communication as a share of a step: {layout_of(request.config)}")
-    print("\nlarger micro-batches, one for each pipeline rank:")
-    print(aligned_table(overlap.overlap_rows([*overlap.by_micro_batch(request, profile)], limit)))
-    print("\nmore micro-batches in a step:")
-    print(aligned_table(overlap.overlap_rows([*overlap.by_number(request, profile)], limit)))
+    layout = str(layout_of(request.config))
+    print(f"exposed communication as a share of a step: {layout}")
+    curves = dict[str, list[overlap.BatchPoint]]()
+    for name, points in (
+        ("larger micro-batches, one for each pipeline rank", overlap.by_micro_batch(request, profile)),
+        ("more micro-batches in a step", overlap.by_number(request, profile)),
+    ):
+        curves[name] = [*points]
+        print(f"\n{name}:\n{aligned_table(overlap.overlap_rows(curves[name], limit))}")
+    as_json = {name: [asdict(point) | {"fits": point.peak <= limit} for point in curves[name]] for name in curves}
+    data = {"layout": layout, "usable_memory": limit, "curves": as_json}
+    title = f"{layout} on {request.cluster.world:,} x {request.cluster.device.name}"
+    _write_files(args, data, lambda: overlap_picture(title, as_json))
     return 0
 
 
@@ -320,14 +332,16 @@ def _print_section(title: str, lines: Iterable[str]) -> None:
     print("\n" + "\n".join(wrapped))
 
 
-def _write_files(args: argparse.Namespace, request: Request, result: SearchResult, budget: TokenBudget) -> None:
-    """Write the files of --json and --out."""
+def _plan_as_json(
+    args: argparse.Namespace, request: Request, result: SearchResult, budget: TokenBudget
+) -> dict[str, Any]:
+    """Return the plan as JSON."""
     cluster, choices = request.cluster, result.choices()[: args.top]
     best = choices[0].best
     plans = []
     for choice in choices:
         plans.append({**format_plan.as_json(choice.best), "fastest": format_plan.as_json(choice.fastest)})
-    data: dict[str, Any] = {
+    return {
         "cluster": {"device": cluster.device.name, "nodes": cluster.num_nodes, "per_node": cluster.devices_per_node},
         "device_memory": cluster.device.memory_bytes,
         "usable_memory": result.limit,
@@ -338,10 +352,14 @@ def _write_files(args: argparse.Namespace, request: Request, result: SearchResul
         "refused": [[count, result.examples[kind]] for kind, count in result.refused.most_common()],
         "command": format_plan.run_argv(request, best.layout, _steps(budget, best.plan)),
     }
+
+
+def _write_files(args: argparse.Namespace, data: Mapping[str, Any], draw: Callable[[], Picture]) -> None:
+    """Write the data to the file of --json, and the picture to that of --out."""
     try:
         if args.json is not None:
             write_json(args.json, data)
         if args.out is not None:
-            save(picture(data), args.out)
+            save(draw(), args.out)
     except (OSError, ValueError) as error:
         raise ConfigError([f"the plan cannot be written: {error}"]) from None
