@@ -311,6 +311,9 @@ def test_shards_are_assembled_in_order_without_padding() -> None:
     full_shape = (97, 6)  # two ranks of 52 rows each
     rows = [expected_slices((52, 6), full_shape, Layout(tp=2).coordinates(tp), Layout(tp=2)) for tp in (0, 1)]
     assert rows == [(slice(0, 52), slice(0, 6)), (slice(52, 97), slice(0, 6))]
+    ranks = [Layout(tp=2).coordinates(tp) for tp in (0, 1)]
+    padding = [expected_slices((128, 6), full_shape, rank, Layout(tp=2), has_token_rows=True) for rank in ranks]
+    assert padding == [(slice(0, 97), slice(0, 6)), (slice(97, 97), slice(0, 6))]
     with pytest.raises(ValueError, match="less than"):
         expected_slices((40, 6), full_shape, Layout().coordinates(0), Layout(tp=2))
 
@@ -438,6 +441,16 @@ def test_healthy_layout_matches(name: str, tmp_path: Path) -> None:
     assert {row["step"] for row in result["rows"] if row["kind"] == "gradient"} == {1, 2, 3}
     assert any(row["distance"] > 0 for row in result["rows"] if row["kind"] == "gradient")  # it compares two runs
     assert "<svg" in (tmp_path / "agreement.svg").read_text("utf-8")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(120)
+def test_rank_with_padding_alone_matches() -> None:
+    """64 tokens, padded to 128 rows: tp rank 1 has no row of a token."""
+    flags = "--full-size --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 64 --tp 2"
+    run = "--micro-batch-size 1 --global-batch-size 2 --train-iters 4 --lr 1e-3 --mock-data"
+    done = verify(f"{flags} {run} --untie-embeddings-and-output-weights")
+    assert done.returncode == 0 and "agreed: tp 2" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.nightly

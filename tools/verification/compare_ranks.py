@@ -178,7 +178,8 @@ def compare(
                 problems.setdefault(key, f"rank {rank} has a {what}, which one process does not have")
                 continue
             try:
-                part = _tensor_part(tensor, data, full, layout.coordinates(rank), layout)
+                has_token_rows = tensor.name in reference.vocabulary
+                part = _tensor_part(tensor, data, full, layout.coordinates(rank), layout, has_token_rows)
             except ValueError as error:
                 problems.setdefault(key, str(error))
             else:
@@ -197,7 +198,9 @@ def compare(
     return diffs
 
 
-def _tensor_part(tensor: RecordedTensor, data: Array, full: Array, rank: RankCoordinates, layout: Layout) -> TensorPart:
+def _tensor_part(
+    tensor: RecordedTensor, data: Array, full: Array, rank: RankCoordinates, layout: Layout, has_token_rows: bool
+) -> TensorPart:
     """Pair a rank's data with the same elements of the full array; padding is cut off.
 
     Raises:
@@ -206,7 +209,8 @@ def _tensor_part(tensor: RecordedTensor, data: Array, full: Array, rank: RankCoo
     shape = tensor.shape
     if tensor.first_position >= 0:  # the position in the sequence is known
         shape = full.shape[:1] + tensor.shape[1:]
-    slices = expected_slices(shape, full.shape, rank, layout, is_expert_param(tensor.name))
+    is_expert = is_expert_param(tensor.name)
+    slices = expected_slices(shape, full.shape, rank, layout, is_expert=is_expert, has_token_rows=has_token_rows)
     if tensor.first_position >= 0:
         positions = slice(tensor.first_position, tensor.first_position + tensor.shape[0])
         slices = (positions, *slices[1:])

@@ -355,7 +355,9 @@ def _perturb_constants(run: Run) -> None:
                 continue
             shape = tuple(run.sync.parameters[slot.entry].shape)
             full = PERTURBATION * _normal_numbers(spec.name, spec.shape)
-            slices = expected_slices(shape, full.shape, rank, layout, is_expert_param(spec.name))
+            slices = expected_slices(
+                shape, full.shape, rank, layout, is_expert=is_expert_param(spec.name), has_token_rows=spec.is_vocab
+            )
             elements, data = bucket.resident_slice(slot)  # only the shard of an expert's bias at ZeRO-3
             data.add_(torch.from_numpy(full[slices].reshape(-1)[elements.start : elements.stop]).to(data))
     for router in run.expert_balancer.routers:

@@ -2,6 +2,7 @@
 
     a dim that has its full length on the rank    is not sharded
     a shorter dim                                 is sharded over the tp ranks, in order
+    rows of token ids                             are sharded over the tp ranks, whatever their number
     rows beyond the end of the full dim           pad the vocabulary and are ignored
 
 A rank's number is (pp, dp, cp, tp) written out, with tp last, or (dp, pp, cp, tp) with --use-tp-pp-dp-mapping. The
@@ -83,14 +84,25 @@ def is_expert_param(name: str) -> bool:
 
 
 def expected_slices(
-    shape: Sequence[int], full_shape: Sequence[int], rank: RankCoordinates, layout: Layout, is_expert: bool = False
+    shape: Sequence[int],
+    full_shape: Sequence[int],
+    rank: RankCoordinates,
+    layout: Layout,
+    *,
+    is_expert: bool = False,
+    has_token_rows: bool = False,
 ) -> tuple[slice, ...]:
     """Return the slices of the full tensor that a rank's tensor of `shape` holds, without padding.
+
+    `has_token_rows` is for a parameter with a row per token id. Its shards are padded, so one of them may be as long as
+    the full parameter, and others may be padding alone.
 
     >>> expected_slices((4, 6), (10, 6), RankCoordinates(2, 2, 0, 0), Layout(tp=3))
     (slice(8, 10, None), slice(0, 6, None))
     >>> expected_slices((16, 6), (13, 6), RankCoordinates(0, 0, 0, 0), Layout())
     (slice(0, 13, None), slice(0, 6, None))
+    >>> expected_slices((16, 6), (13, 6), RankCoordinates(1, 1, 0, 0), Layout(tp=2), has_token_rows=True)
+    (slice(13, 13, None), slice(0, 6, None))
 
     Raises:
         ValueError: if the rule does not allow this shape.
@@ -105,7 +117,7 @@ def expected_slices(
         if is_expert:
             axis = "ep" if dim == 0 else "etp"
         index, axis_size = getattr(rank, axis), getattr(layout, axis)
-        if size >= full_size:
+        if size >= full_size and not (has_token_rows and dim == 0):
             slices.append(slice(0, full_size))
         elif size * axis_size < full_size:
             raise ValueError(
