@@ -90,6 +90,7 @@ def test_published_models_have_their_published_size() -> None:
     sizes = {"deepseek-v2-lite": 15.7, "deepseek-v2": 235.7, "deepseek-v3": 671.0, "moonlight-16b-a3b": 15.96}
     sizes |= {"kimi-k2": 1026.4, "glm-4.5-air": 106.9, "glm-4.5": 352.8, "glm-4.7-flash": 29.9}
     sizes |= {"kimi-linear": 49.1, "mamba-codestral-7b": 7.285, "nemotron-h-8b": 8.1, "nemotron-3-nano-30b": 31.58}
+    sizes |= {"qwen3.5-0.8b": 0.7524}
     for name, expected in sizes.items():
         _, options = read_config(PUBLISHED[name], None, name)
         model = build_model_config({**options, "mtp_num_layers": 0}, name)
@@ -97,7 +98,10 @@ def test_published_models_have_their_published_size() -> None:
         assert count / 1e9 == pytest.approx(expected, rel=0.005), name
 
 
-@pytest.mark.parametrize("preset,name", [("moonlight-16b", "moonlight-16b-a3b"), ("deepseek-v3", "deepseek-v3")])
+@pytest.mark.parametrize(
+    "preset,name",
+    [("moonlight-16b", "moonlight-16b-a3b"), ("deepseek-v3", "deepseek-v3"), ("qwen3.5-0.8b", "qwen3.5-0.8b")],
+)
 def test_presets_equal_the_published_models(preset: str, name: str) -> None:
     _, options = read_config(PUBLISHED[name], PRESETS[preset]["seq_length"], name)
     published, local = build(options).model, build({**PRESETS[preset]}).model

@@ -1,6 +1,7 @@
 """Conversion of OLMo 2 and OLMo Hybrid, beyond what test_convert_hugging_face.py tests of all families."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megalite.checkpoint.offline import open_checkpoint
 from megalite.config.options import ModelConfig, build
 from megalite.interop.huggingface.config_json import choose_family, incompatibilities, read_config
 from megalite.interop.name_mapping import FAMILIES
+from megalite.models.families import PRESETS
 
 LINEAR, FULL = "linear_attention", "full_attention"
 UNROTATED = {"rope_type": "default", "rope_theta": None}
@@ -46,6 +48,12 @@ def test_published_sizes_are_read() -> None:
     assert heads == (30, 30) and (model.linear_key_head_dim, model.linear_value_head_dim) == (96, 192)
     assert (model.norm_epsilon, model.linear_norm_eps, model.linear_allow_neg_eigval) == (1e-6, 1e-5, True)
     assert model.qk_layernorm_over_heads and not model.uses_rope
+
+
+def test_preset_equals_the_published_model() -> None:
+    preset = build({**PRESETS["olmo-hybrid-7b"]}).model
+    published = build(read_config(published_config(), preset.seq_length, "it")[1]).model
+    assert replace(published, max_position_embeddings=preset.seq_length) == preset  # the length of pretraining
 
 
 @pytest.mark.parametrize("num_layers", [1, 3, 4, 9])
