@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Make .venv with the dev extras (once) and run the quick tests; arguments go to pytest. As the first argument:
-# --commit adds the presubmit tests, as .ci/run does; --all runs all tests, which takes 50 minutes.
+# --commit adds the presubmit tests, as .ci/run does; --all runs all tests, which takes an hour, and needs more packages.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source tools/venv.sh dev
 export OMP_NUM_THREADS=1
-which="not presubmit and not nightly"
+which="not presubmit and not nightly" extras=dev
 case "${1:-}" in
   --commit) which="(not nightly and not slow) or guarded"; shift ;;
-  --all) which=""; shift ;;
+  --all) which="" extras=nightly; shift ;;
 esac
+source tools/venv.sh "$extras"
 exec .venv/bin/python -m pytest -m "$which" -n "${MEGALITE_TEST_WORKERS:-2}" --dist worksteal "$@"
