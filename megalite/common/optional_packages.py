@@ -13,6 +13,7 @@ PIP_EXTRAS = {  # package -> the extra in pyproject.toml that installs it
     "pyarrow": "data",
     "fsspec": "data",
     "tiktoken": "data",
+    "fla-core": "fla",
 }
 
 

@@ -11,6 +11,7 @@ from megalite.config.width_scaling import lr_multipliers
 
 KERNELS = ("auto", "triton", "torch")
 ATTENTION_KERNELS = ("auto", "cudnn", "flash", "triton", "blocked", "torch")
+LINEAR_ATTENTION_KERNELS = ("auto", "fla")
 DETERMINISM_REPORTS = ("report_determinism_stats", "report_stats")  # two names of the same --rerun-mode in Megatron-LM
 MAX_TIMEOUT = (1_000_000, "is longer than any collective; use at most 1000000")
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # ZeRO stages 0, 1, 2, 3
@@ -156,6 +157,14 @@ class ParallelConfig:
         "auto", choices=KERNELS, help="kernel implementation; auto: Triton's on cuda if it is installed"
     )
     attention_kernel: str = execution("auto", choices=ATTENTION_KERNELS, help="attention kernel; auto chooses by shape")
+    linear_attention_kernel: str = execution(
+        "auto",
+        choices=LINEAR_ATTENTION_KERNELS,
+        help=(
+            "kernels of gated delta nets and Kimi delta attention; auto: those of --kernels; fla: those of the package "
+            "flash-linear-attention, on cuda"
+        ),
+    )
     shared_memory: bool = execution(
         True, help="cpu: ranks of one machine communicate through shared memory; off: through gloo"
     )

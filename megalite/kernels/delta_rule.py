@@ -22,7 +22,8 @@ document's numbers change no bit of a result.
 
 Inputs are sequence first. G key heads serve H value heads, H a multiple of G. Saved for backward are the inputs, and
 the state at the start of every group of 512 tokens: H K V / 512 elements per token. Backward recomputes one group at a
-time. All sums are in fp32 (fp64 for fp64 inputs), in a fixed order. The Triton form is in kernels/delta_rule_triton.py.
+time. All sums are in fp32 (fp64 for fp64 inputs), in a fixed order. The Triton form is in kernels/delta_rule_triton.py;
+kernels/delta_rule_fla.py calls the kernels of another package.
 """
 
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from megalite.kernels import delta_rule_triton
+from megalite.kernels import delta_rule_fla, delta_rule_triton
 from megalite.kernels.decayed_scores import ChannelDecays, ChunkTokens, HeadDecays
 from megalite.kernels.dispatch import accum_dtype, repeatable, representatives
 from megalite.kernels.recurrence_inputs import L2_NORM_EPS, Recurrence, RecurrenceInputs
@@ -380,6 +381,8 @@ def delta_rule(
         recurrence: The recurrence, and the documents of the tokens.
         state_BHKV: The state before the first token; None: zeros.
     """
+    if delta_rule_fla.supports(inputs):
+        return delta_rule_fla.delta_rule(inputs, recurrence, state_BHKV)
     return _DeltaRule.apply(recurrence, state_BHKV, *inputs)  # type: ignore[return-value]
 
 

@@ -4,6 +4,9 @@
     --kernels triton   Triton everywhere; on CPU that needs TRITON_INTERPRET=1, which runs kernels in numpy
     --kernels torch    the twins everywhere
 
+--attention-kernel chooses among implementations of attention (kernels/attention.py), and --linear-attention-kernel fla
+takes the kernels of flash-linear-attention for recurrences by the delta rule (kernels/delta_rule_fla.py).
+
 A CPU without instructions for half precision multiplies half-precision matrices in fp32 (`upcasts`,
 kernels/matmul.py). The choice depends only on the CPU model, so all ranks on one model agree; a run that is resumed on
 another model differs in rounding.
@@ -16,7 +19,9 @@ file, which costs 0.3 s at each start on CPU and needs a stand-in for `triton.ji
 
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
+import re
 import types
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -46,6 +51,7 @@ ISA_WITHOUT = {torch.bfloat16: ISA_WITHOUT_BF16, torch.float16: (*ISA_WITHOUT_BF
 FEW_ROWS = 2
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_TILE_COLUMNS = 32768  # columns of a row that one program can hold in registers
+MIN_FLA_VERSION = (0, 6)  # of fla-core: the first one that was tested
 META_NUM_SMS = 132  # multiprocessors of the GPU that the meta device stands for (an H100)
 
 # modules that have Triton kernels; the plan summary prints them
@@ -92,7 +98,7 @@ class LaunchObserver(Protocol):
 
 
 _observer: ContextVar[LaunchObserver | None] = ContextVar("launch_observer", default=None)
-_options = {"kernels": "auto", "attention_kernel": "auto"}
+_options = {"kernels": "auto", "attention_kernel": "auto", "linear_attention_kernel": "auto"}
 
 
 @contextlib.contextmanager
@@ -161,8 +167,8 @@ def size_for_device(sizes: Mapping[str, int], device: torch.device) -> int:
     return sizes.get(device_type(device), sizes["cpu"])
 
 
-def set_kernel_options(kernels: str, attention_kernel: str) -> None:
-    """Set the options --kernels and --attention-kernel for the process.
+def set_kernel_options(kernels: str, attention_kernel: str, linear_attention_kernel: str = "auto") -> None:
+    """Set the options --kernels, --attention-kernel and --linear-attention-kernel for the process.
 
     This is the only process-wide setting: otherwise dozens of small functions that are independent of a run would need
     it as an argument. Every setup of a run sets it.
@@ -170,20 +176,23 @@ def set_kernel_options(kernels: str, attention_kernel: str) -> None:
     Raises:
         KernelError: if an environment variable that overrides an option has an invalid value.
     """
-    _options.update(kernels=kernels, attention_kernel=attention_kernel)
+    _options.update(kernels=kernels, attention_kernel=attention_kernel, linear_attention_kernel=linear_attention_kernel)
     kernel_option.cache_clear()
     runs_triton.cache_clear()
+    runs_fla.cache_clear()
     for option in _options:
         kernel_option(option)
 
 
 @functools.cache
 def kernel_option(option: str) -> str:
-    """Return the value of an option; its environment variable, read on the first call, overrides it.
+    """Return the value of an option; its environment variable, if it has one, is read once and overrides it.
 
     Raises:
         KernelError: if the variable has an invalid value.
     """
+    if option not in env_overrides.OVERRIDES:
+        return _options[option]
     try:
         return env_overrides.env_override(option, _options[option])
     except ValueError as error:
@@ -223,6 +232,36 @@ def runs_triton(device_type: str) -> bool:
         raise MissingPackageError(missing_package_message(describe_option(), "triton") + ", or use torch")
     if device_type == "cpu" and not triton_interpreted():
         raise KernelError(f"{describe_option()} on CPU needs TRITON_INTERPRET=1 (slow, for tests); or use torch")
+    return True
+
+
+def fla_version() -> str | None:
+    """Return the version of flash-linear-attention's kernels; None: they are not installed."""
+    try:
+        return importlib.metadata.version("fla-core")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def runs_fla(device_type: str) -> bool:
+    """Return whether the kernels of flash-linear-attention run on devices of this type.
+
+    Raises:
+        KernelError: if they are requested, and this is a CPU or an old version is installed.
+        MissingPackageError: if they are requested and not installed.
+    """
+    setting = f"linear_attention_kernel={kernel_option('linear_attention_kernel')}"
+    if kernel_option("linear_attention_kernel") != "fla" or device_type == "meta":
+        return False
+    if device_type != "cuda":
+        raise KernelError(f"{setting} needs a CUDA device; use auto")
+    version = fla_version()
+    if version is None:
+        raise MissingPackageError(missing_package_message(setting, "fla-core") + ", or use auto")
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < MIN_FLA_VERSION:
+        minimum = ".".join(map(str, MIN_FLA_VERSION))
+        raise KernelError(f"{setting} needs fla-core {minimum}, and {version} is installed; upgrade it or use auto")
     return True
 
 

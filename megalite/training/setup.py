@@ -153,7 +153,7 @@ def build_run(
         timeout=datetime.timedelta(minutes=parallel.distributed_timeout_minutes),
         later_timeout=step_timeout(config),
     )
-    set_kernel_options(parallel.kernels, parallel.attention_kernel)
+    set_kernel_options(parallel.kernels, parallel.attention_kernel, parallel.linear_attention_kernel)
     stages = plan.balance.build_stages(mesh, dtype or shape.dtype, deferred=True)
     if train.compile:
         compile_blocks(stages, compile_backend)

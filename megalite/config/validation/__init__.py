@@ -41,6 +41,7 @@ def find_problems(
         *parallel.micro_batch_group_problems(config),
         *model.window_length_problems(config),
         *parallel.context_parallel_problems(config),
+        *parallel.linear_attention_kernel_problems(config),
         *parallel.pipeline_problems(config),
         *parallel.sharding_problems(config),
         *parallel.noise_scale_problems(config),

@@ -42,8 +42,9 @@ def position_notes(config: Config) -> Iterator[Problem]:
             yield no_effect(shown(config, name), without="multi_latent_attention")
     if not model.uses_delta_rule:
         linear_only = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim")
-        linear_only += ("linear_num_key_heads", "linear_num_value_heads")
-        for name in options_set(config, *linear_only, "linear_allow_neg_eigval", "linear_norm_epsilon"):
+        linear_only += ("linear_num_key_heads", "linear_num_value_heads", "linear_allow_neg_eigval")
+        linear_only += ("linear_norm_epsilon", "linear_attention_kernel")
+        for name in options_set(config, *linear_only):
             yield no_effect(
                 shown(config, name), without="experimental_attention_variant", value="gated_delta_net or kda"
             )

@@ -8,6 +8,8 @@ from megalite.config.options import Config
 from megalite.config.pipeline_layout import STAGE_OPTIONS, explicit_stage_layers
 from megalite.config.problems import Problem, nearest_multiples, options_set, requires, shown
 
+MAX_FLA_KEY_DIM = 256  # flash-linear-attention 0.6
+
 
 def micro_batch_group_problems(config: Config) -> Iterator[Problem]:
     parallel = config.parallel
@@ -65,6 +67,48 @@ def _head_exchange_problems(config: Config) -> Iterator[Problem]:
                 f"cp_comm_type=a2a: {name}={heads} / tp {tp} is not a multiple of cp {cp}; use {remedy}",
                 options=("cp_comm_type", name, "context_parallel_size"),
             )
+
+
+def linear_attention_kernel_problems(config: Config) -> Iterator[Problem]:
+    """Yield what flash-linear-attention's kernels exclude; a run also checks its device and the installed package."""
+    model, parallel, train = config.model, config.parallel, config.train
+    if parallel.linear_attention_kernel != "fla" or not model.uses_delta_rule:
+        return
+    setting, remedy = "linear_attention_kernel=fla", "use --linear-attention-kernel auto"
+    if parallel.device == "cpu":
+        yield Problem(f"{setting} needs a CUDA device; {remedy}", options=("linear_attention_kernel", "device"))
+    if model.linear_key_head_dim > MAX_FLA_KEY_DIM:
+        yield Problem(
+            f"linear_key_head_dim={model.linear_key_head_dim} is above the {MAX_FLA_KEY_DIM} of {setting}; {remedy}",
+            options=("linear_attention_kernel", "linear_key_head_dim"),
+        )
+    excluded = {
+        "deterministic_mode": (train.deterministic_mode, "tiles, and so the rounding, depend on measured times"),
+        "compile": (train.compile, "torch.compile does not trace its functions"),
+        "cuda_graph_impl": (train.cuda_graph_impl != "none", "capturing its kernels is untested"),
+    }
+    for name, (is_requested, reason) in excluded.items():
+        if is_requested:
+            yield Problem(
+                f"{setting} with {shown(config, name)}: {reason}; {remedy}", options=("linear_attention_kernel", name)
+            )
+    if parallel.context_parallel_size > 1:
+        yield from _map_exchange_problems(config)
+
+
+def _map_exchange_problems(config: Config) -> Iterator[Problem]:
+    """Yield the problem of layers that exchange maps of states over cp, which only our kernels compute."""
+    model, cp = config.model, config.parallel.context_parallel_size
+    try:
+        layers = [*model.layers, *model.mtp_layers]
+    except ValueError:  # another problem has the reason
+        return
+    if any(layer.mixer in ("gated_delta_net", "kda") and layer.cp_comm_type != "a2a" for layer in layers):
+        yield Problem(
+            f"linear_attention_kernel=fla with context_parallel_size={cp} and {shown(config, 'cp_comm_type')}: its "
+            "kernels compute no maps of states; use --cp-comm-type a2a or --linear-attention-kernel auto",
+            options=("linear_attention_kernel", "context_parallel_size", "cp_comm_type"),
+        )
 
 
 def pipeline_problems(config: Config) -> Iterator[Problem]:

@@ -26,6 +26,7 @@ from megalite.kernels.dispatch import (
     KernelError,
     describe_option,
     kernel_option,
+    runs_fla,
     runs_triton,
     set_kernel_options,
     triton_installed,
@@ -103,8 +104,12 @@ def check_machine(plan: RunPlan, device: str, ranks: RankInfo) -> None:
     if device == "cpu" and config.parallel.distributed_backend == "nccl":
         raise SetupError("distributed_backend=nccl needs CUDA devices, and none is available; use gloo")
     try:
-        set_kernel_options(config.parallel.kernels, config.parallel.attention_kernel)
+        set_kernel_options(
+            config.parallel.kernels, config.parallel.attention_kernel, config.parallel.linear_attention_kernel
+        )
         runs_triton("cpu" if config.optim.offload_fraction else device)
+        if config.model.uses_delta_rule:
+            runs_fla(device)
         if config.train.compile:
             check_compile(device)
         if config.train.cuda_graph_impl != "none" and device != "cuda":

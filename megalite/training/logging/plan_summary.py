@@ -12,7 +12,7 @@ from megalite.common.wording import plural
 from megalite.data.datasets.blended_dataset import BlendedDataset
 from megalite.kernels.attention import describe_backend
 from megalite.kernels.delta_rule_triton import supports_heads
-from megalite.kernels.dispatch import describe_kernels, runs_triton, upcast_dtypes
+from megalite.kernels.dispatch import describe_kernels, fla_version, runs_fla, runs_triton, upcast_dtypes
 from megalite.models.layers import RECURRENT_MIXERS, resolve_cp_comm_type
 from megalite.models.torch_compile import COMPILE_SUMMARY
 from megalite.planning.device_peaks import PeakRate
@@ -104,9 +104,7 @@ def format_plan(
         counts = ", ".join(f"{RECURRENT_NAMES[name]} in {count}" for name, count in recurrent_mixers.items())
         rows["recurrence"] = f"{counts} of {len(model.layers)} layers"
         if device_type is not None:
-            shapes = [RECURRENT_MIXERS[name].shape_of(model, shape.tp) for name in recurrent_mixers]
-            has_kernels = all(supports_heads(each.key_dim, each.value_dim, shape.dtype) for each in shapes)
-            rows["recurrence"] += f", in {'Triton' if has_kernels and runs_triton(device_type) else 'torch'}"
+            rows["recurrence"] += f", in {_describe_recurrent_kernels(plan, recurrent_mixers, device_type)}"
         if shape.cp > 1:
             rows["recurrence"] += f"; {_describe_recurrent_exchange(plan)}"
     if shape.has_experts:
@@ -129,6 +127,18 @@ def format_plan(
     if device_type is None and shape.dp * shape.cp > 1:
         tables.append(log_format.aligned_table(stage_rows(plan)))
     return "\n".join(tables)
+
+
+def _describe_recurrent_kernels(plan: RunPlan, mixers: Iterable[str], device_type: str) -> str:
+    """Return what computes the recurrences of these mixers."""
+    package = f"flash-linear-attention {fla_version()}" if runs_fla(device_type) else None
+    own = [name for name in mixers if package is None or name == "mamba2"]
+    if not own:
+        return str(package)
+    shapes = [RECURRENT_MIXERS[name].shape_of(plan.config.model, plan.shape.tp) for name in own]
+    has_kernels = all(supports_heads(each.key_dim, each.value_dim, plan.shape.dtype) for each in shapes)
+    kernels = "Triton" if has_kernels and runs_triton(device_type) else "torch"
+    return kernels if package is None else f"{package}; Mamba-2 in {kernels}"
 
 
 def _describe_recurrent_exchange(plan: RunPlan) -> str:
