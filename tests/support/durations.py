@@ -17,9 +17,9 @@ LIST = Path(__file__).parents[1] / "durations.txt"
 ROOT = LIST.parent.parent
 QUICK, PRESUBMIT, NIGHTLY = "quick", "presubmit", "nightly"
 MAX_QUICK_S = 1.0  # longer tests are presubmit tests
-MAX_PRESUBMIT_S = 2.5  # longer tests without a marker are slow: a presubmit run has them only if they guard a change
+MAX_PRESUBMIT_S = 2.0  # longer tests without a marker are slow: a presubmit run has them only if they guard a change
 DEFAULT_NIGHTLY_S = 40.0  # assumed for nightly tests without a record
-MAX_GUARDED_S = 150.0  # of nightly and slow tests that a presubmit run adds, because they guard a changed file
+MAX_GUARDED_S = 100.0  # of nightly and slow tests that a presubmit run adds, because they guard a changed file
 # What the slow tests of a directory guard, besides their own file; the others guard the package of the same name.
 GUARDED_PATHS = {
     "chaos": ("megalite/training", "megalite/launch"),
