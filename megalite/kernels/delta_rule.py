@@ -26,7 +26,7 @@ time. All sums are in fp32 (fp64 for fp64 inputs), in a fixed order. The Triton 
 kernels/delta_rule_fla.py calls the kernels of another package.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -174,6 +174,17 @@ def _unit_lower_inverse(x: Tensor) -> Tensor:
     return inverse
 
 
+def _add_decayed(terms: Sequence[Tensor], decays: Tensor) -> None:
+    """Add to each term, in place, the terms before it times the decays after them, up to its own.
+
+    Without a correction, a group's sums start at zero, and the state before the group is added to each of them. Where
+    decays are near 1, a state is much larger than these sums, and would round each of them: the errors after 16,384
+    tokens are 5e-7 of the largest element, and were 2.3e-6 with sums that start at the state.
+    """
+    for n in range(1, len(terms)):
+        terms[n].addcmul_(terms[n - 1], decays[n])
+
+
 class _Chunks:
     """The terms of N chunks of a group that do not depend on the state (see the top of the file).
 
@@ -223,9 +234,13 @@ class _Chunks:
         """
         states = values.new_empty(1 + len(values), *state.shape)
         states[0] = state
+        if self.w is None:
+            torch.matmul(self.k_out.mT, values, out=states[1:])
+            _add_decayed(states[1:].unbind(), self.decay)
+            states[1:].addcmul_(self.decay.cumprod(0), state)
+            return values, states
         for n, k_out in enumerate(self.k_out):
-            if self.w is not None:
-                values[n].baddbmm_(self.w[n], states[n], alpha=-1)
+            values[n].baddbmm_(self.w[n], states[n], alpha=-1)
             torch.mul(states[n], self.decay[n], out=states[n + 1])
             states[n + 1].baddbmm_(k_out.mT, values[n])
         return values, states
@@ -241,11 +256,16 @@ class _Chunks:
         dstates = do.new_empty(1 + len(do), *dstate.shape)
         torch.matmul(self.q_in.mT, do, out=dstates[:-1])
         dstates[-1] = dstate
+        if self.w is None:
+            decay = self.decay.flip(0)
+            _add_decayed(dstates[:-1].unbind()[::-1], decay)
+            dstates[:-1].addcmul_(decay.cumprod(0).flip(0), dstate)
+            dvalues.flatten(0, 1).baddbmm_(self.k_out.flatten(0, 1), dstates[1:].flatten(0, 1))
+            return dvalues, dstates
         for n in reversed(range(len(do))):
             dvalues[n].baddbmm_(self.k_out[n], dstates[n + 1])
             dstates[n].addcmul_(dstates[n + 1], self.decay[n])
-            if self.w is not None:
-                dstates[n].baddbmm_(self.w[n].mT, dvalues[n], alpha=-1)
+            dstates[n].baddbmm_(self.w[n].mT, dvalues[n], alpha=-1)
         return dvalues, dstates
 
     def to_heads(self, x: Tensor) -> Tensor:
