@@ -11,6 +11,7 @@ tensors, and has no data pointers.
 """
 
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -177,6 +178,10 @@ class MetaMode(TorchDispatchMode):
 
     def on_repeat(self, first_event: int, times: int) -> None:
         """Handle events that happen again. Subclasses that count events override it."""
+
+    def run_repeatable(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Return what the repeatable function `fn` returns. Subclasses may replay an earlier run."""
+        return fn(*args)
 
     def on_op(self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Any, ...]) -> None:
         """Handle an operation that has run. Subclasses override it."""

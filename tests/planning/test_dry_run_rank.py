@@ -112,6 +112,15 @@ def test_plan_prints_what_recurrent_layers_exchange(exchange: str, seq_length: i
     assert f"cp ranks exchange {expected}" in " ".join(format_plan(plan, sources, 2).split())
 
 
+@pytest.mark.parametrize("exchange,collective", [("allgather", "all-gather"), ("a2a", "all-to-all")])
+def test_dry_run_has_the_collectives_of_recurrent_layers(exchange: str, collective: str) -> None:
+    """A layer takes part twice, in forward and backward, besides the borders of its convolution."""
+    mamba = "--mamba-num-groups 2 --mamba-num-heads 4 --mamba-head-dim 8 --mamba-state-dim 8"
+    flags = f"{FLAGS['LLAMA']} {FLAGS['DELTA']} {mamba} --linear-num-key-heads 4 --num-layers 3 --global-batch-size 8"
+    plan, sources = plan_and_sources(f"{flags} --hybrid-layer-pattern G-K-M- --cp 2 --cp-comm-type {exchange}", 2)
+    assert totals(dry_run_rank(plan, sources, 1).calls, "cp", collective)[0] >= 3 * 2
+
+
 @pytest.mark.parametrize("world,flags", rows_of("as_rank"))
 def test_dry_run_equals_collectives_and_memory_of_every_rank(world: int, flags: str) -> None:
     size = M * B * world
