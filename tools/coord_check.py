@@ -142,14 +142,17 @@ def main(argv: list[str]) -> int:
     configs = prepare_configs(args, run_argv)
     import torch
 
-    from megalite.training.job.preflight import choose_device
+    from megalite.common.optional_packages import MissingPackageError
+    from megalite.kernels.dispatch import KernelError
+    from megalite.training.job.preflight import check_kernels, choose_device
     from megalite.training.setup import SetupError
     from tools.verification.coordinate_check import find_growth, largest, measure
 
     widths = [config.model.hidden_size for config in configs[True]]
     try:
         device = torch.device(choose_device(configs[True][0].parallel.device))
-    except SetupError as error:
+        check_kernels(configs[True][0], device.type)
+    except (SetupError, KernelError, MissingPackageError) as error:
         raise ConfigError([str(error)]) from None
     measurements: dict[bool, list[Measurement]] = {}
     for use_mup, title in TITLES.items():

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.common.console import print_err
 from megalite.config import cli
-from megalite.config.options import ConfigError
+from megalite.config.options import ConfigError, replace_options
 from megalite.config.validation import find_problems
 from megalite.models.families import PRESETS
 from tools.cli_common import exits_with, find_unwritable, make_parser, run_program
@@ -52,6 +52,11 @@ def prepare_configs(args: argparse.Namespace, run_argv: list[str]) -> list[Shrun
     if config.checkpoint.use_checkpoint_args:
         raise ConfigError(["use_checkpoint_args takes the sizes from a checkpoint; give them as flags, or --config"])
     uses_compile = config.train.compile
+    replaces_fla = config.parallel.linear_attention_kernel == "fla" and (
+        config.parallel.device != "cuda" or args.dtype == "float64"
+    )
+    if replaces_fla:
+        config = replace_options(config, linear_attention_kernel="auto")
     if config.model.has_experts and args.dtype == "bfloat16":
         options = f"dtype=bfloat16 with num_experts={config.model.num_experts}"
         reason = "a token between two experts goes by rounding to another one than in one process"
@@ -74,6 +79,8 @@ def prepare_configs(args: argparse.Namespace, run_argv: list[str]) -> list[Shrun
     from megalite.training.job.preflight import choose_device  # imports torch
     from megalite.training.setup import SetupError
 
+    if replaces_fla:
+        first.notes.append("linear_attention_kernel=fla is not verified but auto: it needs a GPU, and fp32 or bf16")
     if uses_compile:
         first.notes.append("--compile is not verified: blocks run as they are")
     try:

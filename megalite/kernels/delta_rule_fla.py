@@ -26,7 +26,9 @@ def supports(inputs: RecurrenceInputs) -> bool:
     if inputs.beta is None or torch.compiler.is_compiling() or not runs_fla(inputs.v.device.type):
         return False
     if inputs.v.dtype == torch.float64:
-        raise KernelError("linear_attention_kernel=fla computes at most in fp32, not in fp64; use auto")
+        raise KernelError(
+            "linear_attention_kernel=fla computes at most in fp32, not in fp64; use --linear-attention-kernel auto"
+        )
     return True
 
 

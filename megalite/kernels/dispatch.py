@@ -248,21 +248,53 @@ def runs_fla(device_type: str) -> bool:
     """Return whether the kernels of flash-linear-attention run on devices of this type.
 
     Raises:
-        KernelError: if they are requested, and this is a CPU or an old version is installed.
+        KernelError: if they are requested, and this is a CPU, or the package is too old or does not work.
         MissingPackageError: if they are requested and not installed.
     """
     setting = f"linear_attention_kernel={kernel_option('linear_attention_kernel')}"
+    remedy = "use --linear-attention-kernel auto"
     if kernel_option("linear_attention_kernel") != "fla" or device_type == "meta":
         return False
     if device_type != "cuda":
-        raise KernelError(f"{setting} needs a CUDA device; use auto")
+        raise KernelError(f"{setting} needs a CUDA device; {remedy}")
     version = fla_version()
     if version is None:
-        raise MissingPackageError(missing_package_message(setting, "fla-core") + ", or use auto")
+        raise MissingPackageError(f"{missing_package_message(setting, 'fla-core')}, or {remedy}")
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < MIN_FLA_VERSION:
         minimum = ".".join(map(str, MIN_FLA_VERSION))
-        raise KernelError(f"{setting} needs fla-core {minimum}, and {version} is installed; upgrade it or use auto")
+        raise KernelError(f"{setting} needs fla-core {minimum}, and {version} is installed; upgrade it, or {remedy}")
+    try:
+        import_fla()
+    except Exception as error:  # what an import runs may fail in any way
+        raise KernelError(f"{setting}: fla-core {version} cannot be imported ({error}); {remedy}") from None
+    if fla_refuses_gradients():
+        raise KernelError(
+            f"{setting}: fla-core {version} computes no gradients on this GPU with Triton {triton_version()}; "
+            f"upgrade to Triton 3.7.1, install tilelang, or {remedy}"
+        )
     return True
+
+
+def import_fla() -> None:
+    """Import the package's kernels; raises any error."""
+    import fla.ops.gated_delta_rule
+    import fla.ops.kda  # noqa: F401
+
+
+def triton_version() -> str:
+    """Return the version of Triton that is installed."""
+    return importlib.metadata.version("triton")
+
+
+def fla_refuses_gradients() -> bool:
+    """Return whether flash-linear-attention raises an error in backward of a gated delta net (fla#640).
+
+    With these versions of Triton its gradients are wrong on GPUs of compute capability 9.0.
+    """
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return False
+    is_affected = (3, 4) <= tuple(map(int, re.findall(r"\d+", triton_version())[:3])) < (3, 7, 1)
+    return is_affected and importlib.util.find_spec("tilelang") is None
 
 
 def use_triton(x: Tensor, columns: int = 1) -> bool:

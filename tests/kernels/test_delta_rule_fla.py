@@ -143,14 +143,19 @@ def test_run_with_the_package_is_that_of_our_kernels(fla: Call) -> None:
 @pytest.mark.parametrize(
     "version,device,error,message",
     [
-        ("0.6.0", "cpu", KernelError, "linear_attention_kernel=fla needs a CUDA device; use auto"),
+        (
+            "0.6.0",
+            "cpu",
+            KernelError,
+            "linear_attention_kernel=fla needs a CUDA device; use --linear-attention-kernel auto",
+        ),
         (
             None,
             "cuda",
             MissingPackageError,
-            "needs the package fla-core; pip install fla-core (or megalite[fla]), or use",
+            "needs the package fla-core; pip install fla-core (or megalite[fla]), or use --linear-attention-kernel",
         ),
-        ("0.5.2", "cuda", KernelError, "needs fla-core 0.6, and 0.5.2 is installed; upgrade it or use auto"),
+        ("0.5.2", "cuda", KernelError, "needs fla-core 0.6, and 0.5.2 is installed; upgrade it, or use"),
     ],
 )
 def test_missing_packages_and_devices_are_refused(
@@ -164,27 +169,60 @@ def test_missing_packages_and_devices_are_refused(
     assert not runs_fla(device)
 
 
+def test_package_that_does_not_work_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "fla_version", lambda: "0.6.1")
+    monkeypatch.setattr(dispatch, "import_fla", lambda: [][1])
+    set_kernel_options("auto", "auto", "fla")
+    with pytest.raises(
+        KernelError, match=r"fla-core 0.6.1 cannot be imported \(list index out of range\); use --linear"
+    ):
+        runs_fla("cuda")
+    monkeypatch.setattr(dispatch, "import_fla", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, version, works in (
+        ((9, 0), "3.3.1", True),
+        ((9, 0), "3.4.0", False),
+        ((9, 0), "3.7.0", False),
+        ((9, 0), "3.7.1", True),
+        ((10, 0), "3.6.0", True),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)  # noqa: B023
+        monkeypatch.setattr(dispatch, "triton_version", lambda: version)  # noqa: B023
+        runs_fla.cache_clear()
+        if works:
+            assert runs_fla("cuda")
+            continue
+        with pytest.raises(
+            KernelError, match=f"no gradients on this GPU with Triton {version}; upgrade to Triton 3.7.1"
+        ):
+            runs_fla("cuda")
+
+
 def test_preflight_refuses_a_cpu_only_for_layers_of_the_option() -> None:
     config = config_from(f"{PATTERN} --linear-attention-kernel fla")
-    with pytest.raises(SetupError, match="^linear_attention_kernel=fla needs a CUDA device; use auto$"):
+    with pytest.raises(
+        SetupError, match="^linear_attention_kernel=fla needs a CUDA device; use --linear-attention-kernel auto$"
+    ):
         check_machine(make_run_plan(config, 1, 31), "cpu", RankInfo())
     config = config_from(f"{PATTERN} --linear-attention-kernel fla --hybrid-layer-pattern M-*-")
     check_machine(make_run_plan(config, 1, 31), "cpu", RankInfo())
 
 
 def test_option_selects_recurrences_with_a_correction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "import_fla", lambda: None)
     monkeypatch.setattr(dispatch, "fla_version", lambda: "0.6.1")
     set_kernel_options("auto", "auto", "fla")
     on_gpu = mock.patch.object(delta_rule_fla, "runs_fla", lambda device_type: runs_fla("cuda"))
     with on_gpu:
         inputs = cast(inputs_of("kda", 3), torch.float32)
         assert delta_rule_fla.supports(inputs) and not delta_rule_fla.supports(inputs._replace(beta=None))
-        with pytest.raises(KernelError, match="computes at most in fp32, not in fp64; use auto"):
+        with pytest.raises(KernelError, match="computes at most in fp32, not in fp64; use --linear-"):
             delta_rule_fla.supports(inputs_of("gdn", 3))
     assert not delta_rule_fla.supports(cast(inputs, torch.float32, "meta"))  # a plan has the launches of our kernels
 
 
 def test_plan_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "import_fla", lambda: None)
     monkeypatch.setattr(dispatch, "fla_version", lambda: "0.6.1")
     monkeypatch.setattr("megalite.training.logging.plan_summary.fla_version", lambda: "0.6.1")
     config = config_from(f"{PATTERN} --linear-attention-kernel fla --kernels torch")

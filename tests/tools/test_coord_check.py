@@ -9,6 +9,7 @@ import pytest
 from train_cases import config_from
 
 from megalite.config import width_scaling
+from megalite.kernels import dispatch
 from tools import coord_check
 from tools.verification.coordinate_check import ACTIVATIONS, Measurement, find_growth, scale_widths
 
@@ -56,10 +57,12 @@ def test_check_fails_if_mup_does_not_act(rule: str, monkeypatch: pytest.MonkeyPa
         (f"{SMALL} --out sizes.txt", "out=sizes.txt has no suffix of an image"),
         (f"{SMALL} --tp 2", "the layout has 2 model-parallel ranks, and the check runs in one process; drop it"),
         (f"{SMALL} --optimizer lamb", "use_mup=True with optimizer=lamb, for which there is no rule of rates by width"),
+        (f"{SMALL} --kernels triton", "kernels=triton on CPU needs TRITON_INTERPRET=1"),
         (f"{SMALL} --load x", "the check starts from initial weights of every width; drop --load and its like"),
     ],
 )
-def test_unusable_flags_end_with_2(flags: str, message: str, capsys) -> None:
+def test_unusable_flags_end_with_2(flags: str, message: str, capsys, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(lambda: dispatch.set_kernel_options("auto", "auto"))
     assert check(flags) == 2
     assert message in capsys.readouterr().err
 

@@ -422,6 +422,14 @@ def test_bad_command_line_is_refused_at_once(flags: str, capsys: pytest.CaptureF
     assert all(part in stderr for part in BAD[flags]) and "Traceback" not in stderr
 
 
+def test_kernels_that_do_not_run_here_are_replaced_with_a_note() -> None:
+    flags = f"{RUN} --preset tiny-delta --linear-attention-kernel fla --vocab-size 64 --tp 2 --nproc 2"
+    args, run_argv = verify_tool.build_parser().parse_known_args(flags.split())
+    (shrunk,) = verify_tool.prepare_configs(args, run_argv)
+    assert shrunk.config.parallel.linear_attention_kernel == "auto"
+    assert "linear_attention_kernel=fla is not verified but auto" in " ".join(shrunk.notes)
+
+
 HEALTHY = {name: expand(flags) for name, flags in CASES["healthy"].items()}
 
 

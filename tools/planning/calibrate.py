@@ -210,9 +210,7 @@ class _Calibrator:
     def build(self) -> tuple[list[Stage], BucketSync, DistributedOptimizer]:
         """Build three stages (embedding, layers, head), their buckets and their optimizer."""
         config = self.plan.config
-        set_kernel_options(
-            config.parallel.kernels, config.parallel.attention_kernel, config.parallel.linear_attention_kernel
-        )
+        set_kernel_options(config.parallel.kernels, config.parallel.attention_kernel)
         make_param = ParamFactory(self.mesh, self.plan.shape.dtype, config.train.seed)
         layer_ranges = [range(0), range(self.num_layers), range(self.num_layers, self.num_layers)]
         layers = [self.kind.spec] * self.num_layers

@@ -326,7 +326,7 @@ def _limit_steps(config: Config, layout: Layout, steps: int) -> Config:
     }
     device: dict[str, Any] = {}
     if not is_cuda:
-        device = {"device": "cpu", "distributed_backend": None, "linear_attention_kernel": "auto"}
+        device = {"device": "cpu", "distributed_backend": None}
         if parallel.attention_kernel not in ("blocked", "torch"):
             device["attention_kernel"] = "auto"
     return replace(

@@ -104,12 +104,7 @@ def check_machine(plan: RunPlan, device: str, ranks: RankInfo) -> None:
     if device == "cpu" and config.parallel.distributed_backend == "nccl":
         raise SetupError("distributed_backend=nccl needs CUDA devices, and none is available; use gloo")
     try:
-        set_kernel_options(
-            config.parallel.kernels, config.parallel.attention_kernel, config.parallel.linear_attention_kernel
-        )
-        runs_triton("cpu" if config.optim.offload_fraction else device)
-        if config.model.uses_delta_rule:
-            runs_fla(device)
+        check_kernels(config, device)
         if config.train.compile:
             check_compile(device)
         if config.train.cuda_graph_impl != "none" and device != "cuda":
@@ -148,6 +143,18 @@ def check_machine(plan: RunPlan, device: str, ranks: RankInfo) -> None:
             f"{memory_name} is {available / 2**30:.1f} GiB: "
             "use more ranks (tensor, pipeline or data parallel), --bf16 or a smaller model"
         )
+
+
+def check_kernels(config: Config, device_type: str) -> None:
+    """Set the options of kernels for this process, and check that these can run.
+
+    Raises KernelError, which says what to set, or MissingPackageError.
+    """
+    parallel = config.parallel
+    set_kernel_options(parallel.kernels, parallel.attention_kernel, parallel.linear_attention_kernel)
+    runs_triton("cpu" if config.optim.offload_fraction else device_type)
+    if config.model.uses_delta_rule:
+        runs_fla(device_type)
 
 
 def check_compile(device_type: str) -> None:
