@@ -13,6 +13,7 @@ from megalite.planning.run_plan import RunPlan
 
 GIB = 2**30
 AXIS_OPTIONS = {"tp": "tensor_model_parallel_size", "cp": "context_parallel_size", "ep": "expert_model_parallel_size"}
+RECOMPUTE_OPTIONS = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 LARGER_BATCH = "more micro-batches per step (a larger --global-batch-size)"
 NO_REMEDY = "nothing that this run can choose changes it"
 
@@ -173,8 +174,7 @@ def without_recompute(plan: RunPlan) -> RunPlan | None:
     """Return the plan of the same run without recomputation; None if it has none, or cannot be without."""
     if plan.config.train.recompute_granularity is None:
         return None
-    options = {f"recompute_{name}": None for name in ("granularity", "method", "num_layers")}
-    return with_options(plan, **options)
+    return with_options(plan, **dict.fromkeys(RECOMPUTE_OPTIONS, None))
 
 
 def describe_bubble(plan: RunPlan) -> str:
@@ -211,35 +211,26 @@ def planned_figures(cause: str, share: float, plan: RunPlan, memory_limit: float
         option = AXIS_OPTIONS[cause]
         size = getattr(plan.config.parallel, option)
         half = with_options(plan, **{option: size // 2}) if size > 1 else None
-        return (
-            ""
-            if half is None
-            else f"with {cause} {size // 2} and dp {half.shape.dp} {describe_memory(half, memory_limit)}"
-        )
+        return "" if half is None else f"with {cause} {size // 2} and dp {half.shape.dp} {_memory(half, memory_limit)}"
     if cause == "pp":
         layers = ", ".join(map(str, plan.balance.layers_per_stage))
         return f"stages have {layers} layers, and the planned bubble is {plan.balance.bubble:.1%}"
     if cause == "recompute":
         without = without_recompute(plan)
-        return "" if without is None else f"without it {describe_memory(without, memory_limit)}"
+        return "" if without is None else f"without it {_memory(without, memory_limit)}"
     if cause in ("kernels", "compute"):
         size = 2 * plan.config.train.micro_batch_size
         larger = with_options(plan, micro_batch_size=size)
-        return "" if larger is None else f"with --micro-batch-size {size} {describe_memory(larger, memory_limit)}"
+        return "" if larger is None else f"with --micro-batch-size {size} {_memory(larger, memory_limit)}"
     return ""
 
 
-def planned_bytes(plan: RunPlan) -> float:
-    """Return the planned memory of the fullest rank, without temporary tensors."""
-    return max(
+def _memory(plan: RunPlan, limit: float) -> str:
+    """Return a clause on the planned memory of the fullest rank, without temporary tensors, and the limit."""
+    totals = [
         model_state.total + activations
         for model_state, activations in zip(plan.model_states.by_rank, plan.balance.activation_bytes, strict=True)
-    )
-
-
-def describe_memory(plan: RunPlan, limit: float) -> str:
-    """Return a clause on the planned memory of the fullest rank, without temporary tensors, and the limit."""
-    peak = planned_bytes(plan)
-    fits = "" if peak < limit else ", which does not fit"
-    size = f"{peak / GIB:.2f} GiB" if peak > GIB / 10 else f"{peak / 2**20:.3g} MiB"
+    ]
+    fits = "" if max(totals) < limit else ", which does not fit"
+    size = f"{max(totals) / GIB:.2f} GiB" if max(totals) > GIB / 10 else f"{max(totals) / 2**20:.3g} MiB"
     return f"a rank holds {size} of {limit / GIB:.1f} GiB as planned{fits}"

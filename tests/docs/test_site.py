@@ -93,7 +93,6 @@ def lost_lists(page: Page) -> list[str]:
     return [text for text in page.paragraphs if re.search(r"^\s*([-*] |\|)", text, re.MULTILINE)]
 
 
-@pytest.mark.nightly
 def test_link_may_break_between_two_words() -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="changelog.md"), ancestors=[], meta={})
     broken = "See [context\n  parallelism](docs/context.md#parallelism)."
@@ -102,6 +101,7 @@ def test_link_may_break_between_two_words() -> None:
     assert hooks.on_page_markdown(two_paragraphs, page) == two_paragraphs
 
 
+@pytest.mark.nightly
 def test_site_has_every_document_and_loads_nothing_external(site: Path) -> None:
     pages = {file.stem: Page(file) for file in site.glob("*.html") if file.stem != "404"}
     added = {"changelog", "security", "flags", "megatron_flags"}

@@ -247,13 +247,17 @@ def test_plan_reports_shortage_in_its_unit(capsys: pytest.CaptureFixture[str]) -
         assert unit in rows["time"] and not any(text.startswith("0 ") for text in rows.values()), rows
 
 
-def test_overlap_refuses_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "overlap --preset llama3-8b --num-gpus 64 --rampup-batch-size 64 64 1000 --global-batch-size 512"
-    assert plan.main(flags.split()) == 2
-    captured = capsys.readouterr()
-    for name in ("global_batch_size", "rampup_batch_size"):
-        assert f"{name} is set, and batches are compared; drop it" in captured.err
-    assert not captured.out
+def test_overlap_replaces_the_batch_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").write_text("[train]\nglobal_batch_size = 24\nrampup_batch_size = [8, 8, 1000]\n")
+    flags = (
+        "overlap --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --vocab-size 64 --num-gpus 2"
+    )
+    assert plan.main([*flags.split(), "--config", str(tmp_path / "run.toml")]) == 0
+    from_file = capsys.readouterr()
+    for text in ("global_batch_size=24", "rampup_batch_size=8,8,1000"):
+        assert f"note: {text} is replaced by the batches that are compared" in from_file.err
+    assert plan.main(flags.split()) == 0
+    assert capsys.readouterr().out == from_file.out
 
 
 def test_overlap_checks_its_files_before_it_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,6 @@ from train_cases import SMALL_RUN, config_from
 
 from megalite.launch import system_checks
 from megalite.launch.rank_info import RankInfo
-from megalite.planning.remedies import planned_bytes
 from megalite.planning.run_plan import RunPlan, make_run_plan
 from megalite.training.job import preflight, startup, unused_resources
 
@@ -91,23 +90,45 @@ def plan_with(flags: str) -> RunPlan:
 
 def test_recomputation_without_need_is_reported() -> None:
     full = plan_with("--micro-batch-size 1 --recompute-granularity full --recompute-method uniform")
-    peak = planned_bytes(plan_with("--micro-batch-size 1"))
-    (warning,) = unused_resources.unused_memory(full, peak / 0.79)
-    assert warning.startswith("recomputation is not needed: without --recompute-granularity full a rank holds ")
-    assert planned_bytes(full) < peak
-    assert unused_resources.unused_memory(full, peak / 0.81) == []
+    needed = unused_resources.planned_peak(plan_with("--micro-batch-size 1"))
+    (warning,) = unused_resources.unused_memory(full, needed / 0.89)
+    assert warning.startswith("recomputation of 33% of the FLOPs is not needed: without --recompute-granularity and ")
+    assert "--recompute-method a rank has " in warning
+    assert unused_resources.planned_peak(full) < needed
+    assert unused_resources.unused_memory(full, needed / 0.91) == []
+    few_flops = plan_with("--micro-batch-size 1 --recompute-granularity selective --recompute-modules layernorm")
+    assert unused_resources.unused_memory(few_flops, 1e15) == []
 
 
 def test_memory_for_larger_micro_batches_is_reported() -> None:
     plan = plan_with("--micro-batch-size 2 --global-batch-size 8")
-    peak = planned_bytes(plan_with("--micro-batch-size 4 --global-batch-size 8"))
-    (warning,) = unused_resources.unused_memory(plan, 2.1 * peak)
-    assert "a step has 4 micro-batches: with --micro-batch-size 4 it has 2, and a rank holds " in warning
-    assert unused_resources.unused_memory(plan, 1.9 * peak) == []
+    needed = unused_resources.planned_peak(plan_with("--micro-batch-size 4 --global-batch-size 8"))
+    (warning,) = unused_resources.unused_memory(plan, 2.1 * needed)
+    assert "a step has 4 micro-batches: with --micro-batch-size 4 it has 2, and a rank has " in warning
+    assert unused_resources.unused_memory(plan, 1.9 * needed) == []
     one_microbatch = plan_with("--micro-batch-size 8 --global-batch-size 8")
     assert unused_resources.unused_memory(one_microbatch, 1e15) == []
     long_microbatches = plan_with("--micro-batch-size 8 --global-batch-size 64")
     assert unused_resources.unused_memory(long_microbatches, 1e15) == []  # 8,192 tokens already
+
+
+def test_a_run_reports_what_its_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(unused_resources, "total_memory", lambda device: 80 * 2**30)
+    plan = plan_with("--micro-batch-size 1 --global-batch-size 8 --no-bf16")
+    warnings = unused_resources.unused_resources(plan, ONE_RANK, "cuda")
+    for text in ("7 of 8 GPUs", "leaves the tensor cores", "more than half of the GPU's memory"):
+        assert sum(text in warning for warning in warnings) == 1, warnings
+    no_training = plan_with("--micro-batch-size 1 --global-batch-size 8 --skip-train")
+    assert not any("memory" in text for text in unused_resources.unused_resources(no_training, ONE_RANK, "cuda"))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(unused_resources, "cpu_count", lambda: 64)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    (warning,) = unused_resources.unused_resources(plan, ONE_NODE, "cpu")
+    assert "leave most of 64 cores idle" in warning
+    monkeypatch.setattr("os.cpu_count", lambda: 128)  # each rank may have 64 of them for itself
+    assert unused_resources.unused_resources(plan, ONE_NODE, "cpu") == []
 
 
 def test_log_has_the_variables_of_nccl_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from megalite.common.text_file import TextFileError
 from megalite.config import cli
 from megalite.config.config_file import dump_config
 from megalite.config.options import ConfigError, replace_options
+from megalite.config.problems import options_set, shown
 from megalite.models.families import PRESETS
 from megalite.planning import comm_time
 from megalite.planning.cluster import DeviceProfile, read_profile
@@ -116,17 +117,18 @@ def run_overlap(args: argparse.Namespace, argv: list[str]) -> int:
     """Print the exposed communication of one layout by batch."""
     _check_writable(["out"], json=args.json, out=args.out)
     request, profile = _read(args, argv)
-    names = ("global_batch_size", "step_batch_size_schedule", "rampup_batch_size")
-    conflicting = [name for name in names if getattr(request.config.train, name) is not None]
-    if conflicting:
-        raise ConfigError([f"{name} is set, and batches are compared; drop it" for name in conflicting])
+    batch_options = ("global_batch_size", "step_batch_size_schedule", "rampup_batch_size")
+    for name in options_set(request.config, *batch_options):
+        print_err(f"note: {shown(request.config, name)} is replaced by the batches that are compared")
+        request = replace(request, config=replace_options(request.config, **{name: None}))
     limit = int(USABLE_MEMORY * request.cluster.device.memory_bytes)
-    layout = str(layout_of(request.config))
+    micro_batch = request.config.train.micro_batch_size
+    layout = str(layout_of(request.config)).replace(f" mb {micro_batch}", "")
     print(f"exposed communication as a share of a step: {layout}")
     curves = dict[str, list[overlap.BatchPoint]]()
     for name, points in (
         ("larger micro-batches, one for each pipeline rank", overlap.by_micro_batch(request, profile)),
-        ("more micro-batches in a step", overlap.by_number(request, profile)),
+        (f"more micro-batches of {micro_batch} in a step", overlap.by_number(request, profile)),
     ):
         curves[name] = [*points]
         print(f"\n{name}:\n{aligned_table(overlap.overlap_rows(curves[name], limit))}")

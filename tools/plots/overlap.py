@@ -29,7 +29,7 @@ def picture(title: str, curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Pi
         axis.set_xscale("log", base=2)
         axis.set_xticks(all_batches, [f"{batch:,}" for batch in all_batches])
         axis.minorticks_off()
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, max(1.0, axis.get_ylim()[1]))  # also if nothing is exposed
         axis.set_xlabel("samples in a global batch (hollow: does not fit into memory)")
         axis.set_ylabel("exposed communication, % of a step")
         axis.set_title(title, loc="left", color=color("ink"))

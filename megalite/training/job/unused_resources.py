@@ -1,34 +1,41 @@
 """What a run leaves unused of its machines, which its start reports as warnings.
 
-A warning names only what the run could use, with the option that does. Idle ranks, cores and matmul units cost speed
-for certain. Of a GPU's memory, only what larger micro-batches or less recomputation could use is reported.
+A warning names the option with which the run would use the resource. Idle GPUs, cores and tensor cores cost speed for
+certain. Free memory of a GPU is reported where larger micro-batches or less recomputation would use it.
 """
+
+import os
 
 import torch
 
 from megalite.common.wording import plural
+from megalite.config.problems import options_set
 from megalite.launch.local_launcher import cpu_count
 from megalite.launch.process_group import cuda_device
 from megalite.launch.rank_info import RankInfo
+from megalite.planning.bottleneck import recompute_flops
 from megalite.planning.device_peaks import lookup_peak
-from megalite.planning.remedies import describe_memory, planned_bytes, with_options, without_recompute
+from megalite.planning.memory import rank_memory
+from megalite.planning.remedies import RECOMPUTE_OPTIONS, with_options, without_recompute
 from megalite.planning.run_plan import RunPlan
 from megalite.training.logging.device_memory import total_memory
 
+GIB = 2**30
 SMALL_MICROBATCH_TOKENS = 8192  # of a rank; larger ones are not proposed
-TEMPORARY_SHARE = 0.2  # of a device's memory, left to temporary tensors that the plan does not count
+USABLE_SHARE = 0.9  # of a device's memory; the rest is CUDA's context, NCCL's buffers and fragmentation
+MIN_RECOMPUTE_FLOPS = 0.02  # of the model's FLOPs; less recomputation costs next to nothing
 
 
 def unused_resources(plan: RunPlan, ranks: RankInfo, device_type: str) -> list[str]:
     """Return a warning for each resource of this rank's machine that the run leaves unused."""
     if device_type == "cpu":
-        return unused_cores(ranks, torch.get_num_threads(), cpu_count())
+        # a launcher may have bound each of several ranks to cores of its own, and a rank sees only these
+        is_bound = ranks.local_world_size > 1 and cpu_count() < (os.cpu_count() or 1)
+        return [] if is_bound else unused_cores(ranks, torch.get_num_threads(), cpu_count())
     device = cuda_device(ranks)
-    return [
-        *unused_gpus(ranks, torch.cuda.device_count()),
-        *unused_matmul_units(plan.shape.dtype, torch.cuda.get_device_name(device)),
-        *unused_memory(plan, total_memory(device)),
-    ]
+    warnings = unused_gpus(ranks, torch.cuda.device_count())
+    warnings += unused_matmul_units(plan.shape.dtype, torch.cuda.get_device_name(device))
+    return warnings if plan.config.train.skip_train else warnings + unused_memory(plan, total_memory(device))
 
 
 def unused_gpus(ranks: RankInfo, num_gpus: int) -> list[str]:
@@ -71,25 +78,38 @@ def unused_matmul_units(dtype: torch.dtype, device_name: str) -> list[str]:
 
 
 def unused_memory(plan: RunPlan, memory_limit: float) -> list[str]:
-    """Return warnings about a GPU's memory that less recomputation or larger micro-batches would use.
+    """Return a warning about a GPU's memory that less recomputation or larger micro-batches would use.
 
     Args:
         plan: The plan of the run.
         memory_limit: The bytes of a device's memory.
     """
-    available = (1 - TEMPORARY_SHARE) * memory_limit
+    shape, train = plan.shape, plan.config.train
     without = without_recompute(plan)
-    if without is not None and planned_bytes(without) < available:
-        option = f"--recompute-granularity {plan.config.train.recompute_granularity}"
-        peak = describe_memory(without, memory_limit)
-        return [f"recomputation is not needed: without {option} {peak}"]
-    shape, size = plan.shape, 2 * plan.config.train.micro_batch_size
-    num_tokens = size * plan.config.model.seq_length // shape.cp
+    extra_flops = recompute_flops(plan) if without is not None else 0.0
+    if without is not None and extra_flops > MIN_RECOMPUTE_FLOPS:
+        needed = planned_peak(without)
+        if needed < USABLE_SHARE * memory_limit:
+            names = options_set(plan.config, *RECOMPUTE_OPTIONS, "recompute_modules")
+            options = " and ".join(f"--{name.replace('_', '-')}" for name in names)
+            return [
+                f"recomputation of {extra_flops:.0%} of the FLOPs is not needed: without {options} a rank has "
+                f"{needed / GIB:.2f} of {memory_limit / GIB:.1f} GiB as planned, and {planned_peak(plan) / GIB:.2f} now"
+            ]
+    doubled = 2 * train.micro_batch_size
+    num_tokens = doubled * plan.config.model.seq_length // shape.cp
     if shape.pp > 1 or shape.num_microbatches < 2 or num_tokens > SMALL_MICROBATCH_TOKENS:
         return []
-    larger = with_options(plan, micro_batch_size=size)
-    if larger is None or planned_bytes(larger) >= memory_limit / 2:
+    larger = with_options(plan, micro_batch_size=doubled)
+    if larger is None or (needed := planned_peak(larger)) >= memory_limit / 2:
         return []
-    free = f"more than half of the GPU's memory stays free, and a step has {shape.num_microbatches:,} micro-batches"
-    peak = describe_memory(larger, memory_limit)
-    return [f"{free}: with --micro-batch-size {size} it has {larger.shape.num_microbatches:,}, and {peak}"]
+    return [
+        f"more than half of the GPU's memory stays free, and a step has {shape.num_microbatches:,} micro-batches: with "
+        f"--micro-batch-size {doubled} it has {larger.shape.num_microbatches:,}, and a rank has {needed / GIB:.2f} of "
+        f"{memory_limit / GIB:.1f} GiB as planned"
+    ]
+
+
+def planned_peak(plan: RunPlan) -> int:
+    """Return the planned memory of the fullest rank in bytes, temporary tensors included."""
+    return max(rank.peak for rank in rank_memory(plan))
