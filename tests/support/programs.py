@@ -280,6 +280,9 @@ def _forked_server(spawn: Any) -> Any:
         open_fds = sorted({0, 1, 2, *pass_fds})
         for low, high in zip(open_fds, [*open_fds[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
             os.closerange(low + 1, min(high, 1 << 16))
+        from multiprocessing import forkserver
+
+        forkserver._forkserver.__init__()  # type: ignore[attr-defined,misc]  # its lock is taken, since it forks
         try:
             exec(argv[-1], {})
         finally:
