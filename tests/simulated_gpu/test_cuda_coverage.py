@@ -169,6 +169,31 @@ def who_computes(gpu: SimulatedGpu, directory: Path) -> None:
     dispatch.runs_triton.cache_clear()
 
 
+def recurrences_of_a_package(gpu: SimulatedGpu, directory: Path) -> None:
+    """Select flash-linear-attention: Hopper needs a newer Triton, and verify keeps the option in fp32."""
+    from megalite.kernels import dispatch
+    from tools import verify
+
+    args, argv = verify.build_parser().parse_known_args(
+        [
+            *SMALL_RUN,
+            *"--preset tiny-delta --vocab-size 64 --linear-attention-kernel fla --device cuda --train-iters 9".split(),
+        ]
+    )
+    for dtype, kernel in {"float32": "fla", "float64": "auto"}.items():
+        args.dtype = dtype
+        assert verify.prepare_configs(args, argv)[0].config.parallel.linear_attention_kernel == kernel
+    replaced: dict[str, Any] = {"fla_version": lambda: "0.6.0", "import_fla": lambda: None}
+    with mock.patch.multiple(dispatch, **replaced, triton_version=lambda: "3.6.0"):
+        dispatch.set_kernel_options("auto", "auto", "fla")
+        cuda.machine().capability = (9, 0)
+        with pytest.raises(dispatch.KernelError, match="no gradients on this GPU with Triton 3.6.0; upgrade to Triton"):
+            dispatch.runs_fla("cuda")
+        cuda.machine().capability = (10, 0)
+        assert dispatch.runs_fla("cuda")
+    dispatch.set_kernel_options("auto", "auto")
+
+
 def refused(gpu: SimulatedGpu, directory: Path) -> None:
     """Start with something missing, and check the messages; test_start.py has more of them."""
     from megalite.training.job.preflight import SetupError, choose_device
@@ -311,6 +336,7 @@ WITH_EACH_COMMIT = (
     graphs,
     no_memory_for_a_copy,
     who_computes,
+    recurrences_of_a_package,
     refused,
     clock_and_probe,
     benchmark,
