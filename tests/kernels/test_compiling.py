@@ -38,15 +38,18 @@ WIDEST_IN_REGISTERS = 8192
 def known_spill(launch: Launch) -> bool:
     """Return whether a launch is known to spill registers.
 
-    A norm's program holds a complete row, which above 8192 columns exceeds the registers of any number of warps.
-    Attention's tiles for 9.0 were the fastest on such a GPU, spilling or not (docs/experiments.md). Its forward with
-    dropout spills 16 bytes on 12.0, because it hashes every score. Its backward of capped scores spills 8 bytes on 9.0
-    and 10.0 for heads of 256 channels. The scores of a chunk of a recurrence spill up to 40 bytes on
-    12.0, and with inputs in fp32 the gradients of its terms 80 bytes there, its scan 264 on 9.0, and dscores 8 on 8.0.
+    A norm's program holds a complete row, which above 8192 columns exceeds the registers of any number of warps; the
+    backward of a gated norm of 8192 columns spills up to 88 bytes. Attention's tiles for 9.0 were the fastest on such a
+    GPU, spilling or not (docs/experiments.md). Its forward with dropout spills 16 bytes on 12.0, because it hashes every
+    score. Its backward of capped scores spills 8 bytes on 9.0 and 10.0 for heads of 256 channels. Of a recurrence, the
+    scores of a chunk spill up to 40 bytes on 12.0, and the backward of its scan with a decay per channel 16 on 8.9. With
+    inputs in fp32 the gradients of its terms spill 80 bytes on 12.0, its scan 264 on 9.0, and dscores 8 on 8.0.
     """
-    if launch.name in ("recurrence_terms.head_terms", "recurrence_terms.head_decay_grads"):
+    spilling = ("recurrence_terms.head_terms", "recurrence_terms.head_decay_grads", "recurrence_scan.scan_backward")
+    if launch.name in spilling:
         return True
-    if launch.name in ("recurrence_terms.head_terms_backward", "recurrence_scan.scan", "recurrence_scan.score_grads"):
+    in_fp32 = ("head_terms_backward", "scan", "score_grads")
+    if launch.name.startswith("recurrence_") and launch.name.split(".")[1] in in_fp32:
         return not {"*bf16", "*fp16"} & set(launch.types.values())
     if launch.name in ("flash_attention.forward", "flash_attention.backward_kv"):
         table = flash_attention.FORWARD_TILES if launch.name.endswith("forward") else flash_attention.BACKWARD_KV_TILES
@@ -57,6 +60,8 @@ def known_spill(launch: Launch) -> bool:
             capped = launch.constants["SOFTCAP"] > 0 and launch.name.endswith("backward_kv")
             return capped and tile == table["wgmma wide"][:2]
         return tile == table["wgmma"][:2] or (dropout and tile == table["mma"][:2])
+    if launch.name == "gated_norm.backward":
+        return launch.block_n >= WIDEST_IN_REGISTERS
     return launch.name.startswith(("norms.", "gated_norm.")) and launch.block_n > WIDEST_IN_REGISTERS
 
 
