@@ -8,7 +8,7 @@ multiplies in the precision of the inputs, and sums decays from the start of a c
 between two tokens. On the first call it selects tiles by time, so two processes may round differently.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ def delta_rule(inputs: RecurrenceInputs, recurrence: Recurrence, state_BHKV: Ten
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from fla.ops.kda import chunk_kda
 
-    function = chunk_kda if inputs.is_channel_decay else chunk_gated_delta_rule
+    function: Any = chunk_kda if inputs.is_channel_decay else chunk_gated_delta_rule
     q, k, v, g, beta = (x.transpose(0, 1) for x in inputs if x is not None)
     state = None if state_BHKV is None else state_BHKV.float()
     sequences = None
