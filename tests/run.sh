@@ -10,4 +10,9 @@ case "${1:-}" in
   --all) which="" extras=nightly; shift ;;
 esac
 source tools/venv.sh "$extras"
+if [ "$extras" = nightly ] && [ ! -d .venv/fla ]; then
+  # apart from the other packages: transformers would call its GPU kernels on a CPU (tests/kernels/fla_interpreter.py)
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt --target .venv/fla \
+    fla-core einops
+fi
 exec .venv/bin/python -m pytest -m "$which" -n "${MEGALITE_TEST_WORKERS:-2}" --dist worksteal "$@"

@@ -1,5 +1,11 @@
 """Packages that only some options need, and the error if one is not installed (exit code 3, as for missing files)."""
 
+import contextlib
+import sys
+from collections.abc import Iterator
+
+# Where transformers finds these, its recurrent layers call their GPU kernels, with tensors of a CPU too.
+KERNEL_PACKAGES_OF_TRANSFORMERS = ("fla", "causal_conv1d", "mamba_ssm")
 PIP_EXTRAS = {  # package -> the extra in pyproject.toml that installs it
     "tensorboard": "tensorboard",
     "wandb": "wandb",
@@ -15,6 +21,19 @@ PIP_EXTRAS = {  # package -> the extra in pyproject.toml that installs it
     "tiktoken": "data",
     "fla-core": "fla",
 }
+
+
+@contextlib.contextmanager
+def hidden_packages(*names: str) -> Iterator[None]:
+    """Make packages fail to import within the block."""
+    imported = {name: sys.modules[name] for name in names if name in sys.modules}
+    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]  # None: an ImportError
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+        sys.modules.update(imported)
 
 
 class MissingPackageError(Exception):

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 from checkpoint_loads import full_shard
@@ -324,6 +325,27 @@ def test_tokenizer_is_converted_with_the_model(models, tmp_path: Path, capsys) -
     assert tool("--from-hf", hf_dir, "--save", tmp_path / "more") == 0
     assert "94 tokens, but 93 rows" in capsys.readouterr().err
     assert saved_config(tmp_path / "more").data.tokenizer_type is None
+
+
+GPU_PACKAGE = """from types import SimpleNamespace
+
+def needs_a_gpu(*args, **kwargs):
+    raise RuntimeError("0 active drivers")
+
+names = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
+ops = SimpleNamespace(gated_delta_rule=SimpleNamespace(**dict.fromkeys(names, needs_a_gpu)))
+"""
+
+
+def test_check_runs_on_a_cpu_beside_kernels_for_a_gpu(models, tmp_path: Path) -> None:
+    """Transformers calls the kernels of flash-linear-attention wherever that can be imported."""
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages/fla.py").write_text(GPU_PACKAGE)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "packages")}
+    _, model_dir = models("qwen3_next")
+    flags = ["--from-hf", str(model_dir), "--save", str(tmp_path / "run"), "--check"]
+    done = programs.run_python("tools/convert_checkpoint.py", *flags, env=environment, timeout=200)
+    assert done.returncode == 0 and "all bits equal" in done.stdout, done.stdout + done.stderr
 
 
 def test_check_fails_with_other_logits(models, tmp_path: Path, monkeypatch, capsys) -> None:

@@ -3,12 +3,16 @@
 import builtins
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megalite.kernels import delta_rule_fla
 from megalite.kernels.dispatch import kernel_option
+
+# Where tests/run.sh --all installs the package. Where transformers can import it, it calls its kernels on a CPU, too.
+DIRECTORY = Path(__file__).resolve().parents[2] / ".venv/fla"
 
 
 def use_interpreter() -> None:
@@ -18,6 +22,7 @@ def use_interpreter() -> None:
     the first one is used. Loops pass ints, where compiled kernels get tensors, whose methods these kernels call.
     """
     torch.set_num_threads(1)
+    sys.path.append(str(DIRECTORY))
     from triton.runtime.autotuner import Autotuner
 
     Autotuner.do_bench = lambda self, call, quantiles: [0.0, 0.0, 0.0]  # type: ignore[assignment,misc]

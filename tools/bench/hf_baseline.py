@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from megalite.common.optional_packages import KERNEL_PACKAGES_OF_TRANSFORMERS, hidden_packages
 from megalite.config import cli
 from megalite.launch.process_group import process_group
 from megalite.launch.rank_info import RankInfo
@@ -50,7 +51,9 @@ def run_baseline(ranks: RankInfo, task: dict[str, Any]) -> None:
         torch.manual_seed(0)
         hf_config = model_config(config)
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        model: Any = AutoModelForCausalLM.from_config(hf_config).to(device, dtype)
+        hidden = KERNEL_PACKAGES_OF_TRANSFORMERS if device.type == "cpu" else ()
+        with hidden_packages(*hidden):
+            model: Any = AutoModelForCausalLM.from_config(hf_config).to(device, dtype)
         if wrapper == ["ddp"]:
             model = nn.parallel.DistributedDataParallel(model)
         elif wrapper == ["fsdp2"]:

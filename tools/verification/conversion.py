@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.offline import Checkpoint
-from megalite.common.optional_packages import missing_package_message
+from megalite.common.optional_packages import KERNEL_PACKAGES_OF_TRANSFORMERS, hidden_packages, missing_package_message
 from megalite.config.options import ModelConfig
 from megalite.interop.huggingface.config_json import ALIASES
 from megalite.interop.huggingface.model_files import read_json
@@ -125,9 +125,15 @@ def _open_with_transformers(directory: Path) -> Any:
         if family != model_type:
             kwargs["config"] = transformers.CONFIG_MAPPING[family].from_dict({**keys, "model_type": family})
         kwargs |= FAMILIES.get(family).written_keys  # in place of the values in config.json
-    return model_class.from_pretrained(
-        directory, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, local_files_only=True, **kwargs
-    )
+    with hidden_packages(*KERNEL_PACKAGES_OF_TRANSFORMERS):
+        return model_class.from_pretrained(
+            directory,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            **kwargs,
+        )
 
 
 def compare_logits(
