@@ -4,7 +4,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-# Where transformers finds these, its recurrent layers call their GPU kernels, with tensors of a CPU too.
+# packages whose GPU kernels transformers calls if they can be imported, with tensors of a CPU too
 KERNEL_PACKAGES_OF_TRANSFORMERS = ("fla", "causal_conv1d", "mamba_ssm")
 PIP_EXTRAS = {  # package -> the extra in pyproject.toml that installs it
     "tensorboard": "tensorboard",

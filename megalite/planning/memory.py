@@ -23,6 +23,7 @@ from megalite.planning.unsharded_units import UnshardedState, UnshardedUnits
 # error of activations and transient memory, as a fraction of the allocated bytes: in the tests, and the largest ever
 ACTIVATIONS_ERROR = 0.02
 LARGEST_ERROR = 0.03
+USABLE_MEMORY = 0.9  # fraction of a device's memory; CUDA's context, NCCL's buffers and fragmentation take the rest
 SHARDED_BY_STAGE = ("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, weights")  # by ZeRO stage
 
 

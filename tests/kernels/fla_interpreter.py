@@ -11,7 +11,7 @@ import torch
 from megalite.kernels import delta_rule_fla
 from megalite.kernels.dispatch import kernel_option
 
-# Where tests/run.sh --all installs the package. Where transformers can import it, it calls its kernels on a CPU, too.
+# the directory in which tests/run.sh --all installs the package, so that transformers cannot import it
 DIRECTORY = Path(__file__).resolve().parents[2] / ".venv/fla"
 
 

@@ -20,7 +20,7 @@ from megalite.models.families import PRESETS
 from megalite.planning import comm_time
 from megalite.planning.cluster import DeviceProfile, read_profile
 from megalite.planning.layer_kinds import flops_per_token
-from megalite.planning.memory import rank_memory
+from megalite.planning.memory import USABLE_MEMORY, rank_memory
 from megalite.planning.run_plan import RunPlan
 from megalite.training.logging.log_format import aligned_table
 from megalite.training.logging.plan_summary import stage_rows
@@ -28,16 +28,7 @@ from tools.cli_common import find_unwritable, write_json
 from tools.planning import format_plan, overlap, published_runs, recommend, token_budget, wizard
 from tools.planning.calibrate import CalibrationError, calibrate
 from tools.planning.plan_request import Request, plan_problems, read_request
-from tools.planning.search import (
-    MAX_SIMULATED,
-    USABLE_MEMORY,
-    Layout,
-    SearchResult,
-    apply_layout,
-    layout_of,
-    plan_for,
-    search,
-)
+from tools.planning.search import MAX_SIMULATED, Layout, SearchResult, apply_layout, layout_of, plan_for, search
 from tools.planning.token_budget import TokenBudget, chinchilla_tokens, parse_quantity
 from tools.plots.overlap import picture as overlap_picture
 from tools.plots.plan import picture

@@ -26,7 +26,7 @@ from megalite.config.problems import divisors
 from megalite.planning.cluster import DeviceProfile, default_profile
 from megalite.planning.comm_time import CommGroup
 from megalite.planning.layer_kinds import StageCosts
-from megalite.planning.memory import RankMemory, rank_memory
+from megalite.planning.memory import USABLE_MEMORY, RankMemory, rank_memory
 from megalite.planning.model_state import MinModelState
 from megalite.planning.run_plan import RunPlan
 from megalite.planning.run_shape import RunShape
@@ -50,7 +50,6 @@ DDP_VARIANTS = 3  # rows that are also planned without a sharded optimizer
 SIMILAR = 0.02  # relative difference of two times that count as equal
 MAX_SIMULATED = 60  # plans that are simulated, which takes a few tenths of a second each
 MIN_FREE_MEMORY = 0.05  # fraction of the planned memory; with less free, a layout may not fit, or not for the whole run
-USABLE_MEMORY = 0.9  # fraction of a device's memory; CUDA's context, NCCL's buffers and fragmentation take the rest
 
 
 @dataclass(frozen=True)

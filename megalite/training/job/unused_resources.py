@@ -1,4 +1,4 @@
-"""What a run leaves unused of its machines, which its start reports as warnings.
+"""Warnings at the start of a run about what it leaves unused of its machine.
 
 A warning names the option with which the run would use the resource. Idle GPUs, cores and tensor cores cost speed for
 certain. Free memory of a GPU is reported where larger micro-batches or less recomputation would use it.
@@ -15,14 +15,13 @@ from megalite.launch.process_group import cuda_device
 from megalite.launch.rank_info import RankInfo
 from megalite.planning.bottleneck import recompute_flops
 from megalite.planning.device_peaks import lookup_peak
-from megalite.planning.memory import rank_memory
+from megalite.planning.memory import USABLE_MEMORY, rank_memory
 from megalite.planning.remedies import RECOMPUTE_OPTIONS, with_options, without_recompute
 from megalite.planning.run_plan import RunPlan
 from megalite.training.logging.device_memory import total_memory
 
 GIB = 2**30
 SMALL_MICROBATCH_TOKENS = 8192  # of a rank; larger ones are not proposed
-USABLE_SHARE = 0.9  # of a device's memory; the rest is CUDA's context, NCCL's buffers and fragmentation
 MIN_RECOMPUTE_FLOPS = 0.02  # of the model's FLOPs; less recomputation costs next to nothing
 
 
@@ -89,7 +88,7 @@ def unused_memory(plan: RunPlan, memory_limit: float) -> list[str]:
     extra_flops = recompute_flops(plan) if without is not None else 0.0
     if without is not None and extra_flops > MIN_RECOMPUTE_FLOPS:
         needed = planned_peak(without)
-        if needed < USABLE_SHARE * memory_limit:
+        if needed < USABLE_MEMORY * memory_limit:
             names = options_set(plan.config, *RECOMPUTE_OPTIONS, "recompute_modules")
             options = " and ".join(f"--{name.replace('_', '-')}" for name in names)
             return [
